@@ -1,0 +1,51 @@
+"""One flat, pinned region of ``/dev/shm``, shared by every process of an inference engine.
+
+Importing this package loads neither torch nor CUDA: torch comes with the first use of
+:attr:`ECSharedRegion.blocks`, CUDA with :meth:`ECSharedRegion.pin_memory`.
+"""
+
+from __future__ import annotations
+
+from ._core import build_info
+from ._core import wait_for_file_size as _wait_for_file_size
+from .errors import (
+    AccessDeniedError,
+    ArgumentTypeError,
+    DirectoryMissingError,
+    ForeignFileError,
+    GeometryMismatchError,
+    InvalidArgumentError,
+    NoSpaceError,
+    RegionClosedError,
+    RegionError,
+    RegionExistsError,
+    RegionNotFoundError,
+    RegionTimeoutError,
+    SizeOverflowError,
+    SystemCallError,
+)
+from .region import ECSharedRegion, logger
+
+__all__ = [
+    "AccessDeniedError",
+    "ArgumentTypeError",
+    "DirectoryMissingError",
+    "ECSharedRegion",
+    "ForeignFileError",
+    "GeometryMismatchError",
+    "InvalidArgumentError",
+    "NoSpaceError",
+    "RegionClosedError",
+    "RegionError",
+    "RegionExistsError",
+    "RegionNotFoundError",
+    "RegionTimeoutError",
+    "SizeOverflowError",
+    "SystemCallError",
+    "__version__",
+    "_wait_for_file_size",
+    "build_info",
+    "logger",
+]
+
+__version__: str = build_info()["version"]

@@ -1,0 +1,304 @@
+"""The class that callers know, over the Rust core."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import operator
+import weakref
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from . import _core, errors
+
+if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Self
+
+    import torch
+
+__all__ = ["ECSharedRegion", "logger"]
+
+logger = logging.getLogger("ec_shared_region")
+
+# Cleaned up when the interpreter ends; a process that is killed leaves its file to the next constructor.
+_open_regions: weakref.WeakSet[ECSharedRegion] = weakref.WeakSet()
+
+
+class ECSharedRegion(_core.Region):
+    """Host memory in fixed-size blocks, shared by every process that opens the same ``engine_id``.
+
+    The bytes live in ``/dev/shm/vllm_ec_{engine_id}.mmap``: ``num_blocks * block_size_bytes`` of them, one
+    block behind the other, no header. The first process to come creates the region, zeroed and with every
+    page backed; the others join it. The region owns only the memory: it does not allocate or evict blocks,
+    and the bytes of a block need the callers' own ordering between processes.
+
+    :param engine_id: name of the engine, one component of a path: no ``/``, at most 242 bytes.
+    :param num_blocks: number of blocks, at least 1.
+    :param block_size_bytes: bytes of a block, at least 1; need not be a multiple of the page size.
+    :param timeout: seconds after which a wait for another process ends with :class:`TimeoutError`.
+    :param mode: ``"create_or_join"``; ``"create"`` raises :class:`FileExistsError` where the region is in
+        use; ``"join"`` never creates and waits up to ``timeout``.
+    :param populate: who maps the pages ahead of their first use: ``"create"``, the creator; ``"join"``, a
+        joiner too; ``"never"``, nobody (the bytes are reserved all the same).
+
+    :raises ValueError: a value that no region can have, or another geometry lives under this id.
+    :raises TypeError: sizes that are no integers, an id that is no string.
+    :raises OSError: no space (``ENOSPC``, ``ENOMEM``), a file at the path that is not ours
+        (:class:`PermissionError`), a missing or read-only ``/dev/shm``, :class:`TimeoutError`.
+
+    All are also :class:`ec_shared_region.RegionError` and say what to do. Whatever is raised, nothing is
+    left behind. The object is a context manager and exports its memory without a copy
+    (``memoryview(region)``, ``numpy.asarray(region)``: int8, shape ``(num_blocks, block_size_bytes)``).
+    """
+
+    num_blocks: int
+    """Number of blocks."""
+    block_size_bytes: int
+    """Bytes of one block."""
+    engine_id: str
+    """The id that the region was opened by."""
+
+    # Names that callers, subclasses and tests of the original class reach for.
+    _mmap_path: str
+    _is_creator: bool = False
+    _is_pinned: bool = False
+    _fd: int | None = None
+    _mmap_obj: _core.Mapping | None = None
+    _blocks_ptr: int
+    _blocks_nbytes: int
+
+    def __init__(
+        self,
+        engine_id: str,
+        num_blocks: int,
+        block_size_bytes: int,
+        *,
+        timeout: float = 30.0,
+        mode: Literal["create_or_join", "create", "join"] = "create_or_join",
+        populate: Literal["create", "join", "never"] = "create",
+    ) -> None:
+        engine_id = _text("engine_id", engine_id)
+        num_blocks = _whole_number("num_blocks", num_blocks)
+        block_size_bytes = _whole_number("block_size_bytes", block_size_bytes)
+        opened = self._open(
+            engine_id,
+            num_blocks,
+            block_size_bytes,
+            _seconds("timeout", timeout),
+            _text("mode", mode),
+            _text("populate", populate),
+        )
+        self.engine_id = engine_id
+        self.num_blocks = num_blocks
+        self.block_size_bytes = block_size_bytes
+        self._mmap_path = opened.path
+        self._is_creator = opened.is_creator
+        self._fd = opened.fd
+        self._mmap_obj = self._mapping()
+        self._blocks_ptr = opened.address
+        self._blocks_nbytes = num_blocks * block_size_bytes
+        _open_regions.add(self)
+        for file_name, freed_bytes in opened.reclaimed:
+            logger.info("removed %s, which a dead process left: %d bytes", file_name, freed_bytes)
+        logger.info(
+            "%s region %s (engine_id %s, inode %d): %d blocks x %d bytes = %d bytes, in %.3f s "
+            "(waited %.3f s, reserved %.3f s, prefault by %s %.3f s)",
+            "created" if opened.is_creator else "joined",
+            opened.path,
+            engine_id,
+            opened.inode,
+            num_blocks,
+            block_size_bytes,
+            self._blocks_nbytes,
+            opened.elapsed_seconds,
+            opened.waited_seconds,
+            opened.reserve_seconds,
+            opened.prefault_method,
+            opened.prefault_seconds,
+        )
+
+    @cached_property
+    def blocks(self) -> torch.Tensor:
+        """The memory itself as a tensor: ``torch.int8``, shape ``(num_blocks, block_size_bytes)``, no copy.
+
+        Made on first use, which is when torch is imported. Views may outlive the region: the mapping
+        stays until the last of them is gone. After :meth:`cleanup` the attribute does not exist. Do not
+        call ``blocks.pin_memory()``, which copies: :meth:`pin_memory` of the region pins in place.
+        """
+        if self._mmap_obj is None:
+            raise AttributeError("blocks: the region is closed")
+        import torch
+
+        # A held memoryview, since torch.frombuffer gives a buffer back at once and keeps only the object.
+        flat = torch.frombuffer(memoryview(self._mmap_obj), dtype=torch.int8)
+        return flat.view(self.num_blocks, self.block_size_bytes)
+
+    @property
+    def path(self) -> str:
+        """Path of the file, also after :meth:`cleanup`."""
+        return self._mmap_path
+
+    @property
+    def is_creator(self) -> bool:
+        """Did this process make the region? The creator's :meth:`cleanup` takes the name away."""
+        return self._is_creator
+
+    @property
+    def is_pinned(self) -> bool:
+        """Is the whole mapping registered with CUDA in this process?"""
+        return self._is_pinned
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the region: ``num_blocks * block_size_bytes``."""
+        return self._blocks_nbytes
+
+    def pin_memory(self) -> None:
+        """Registers the whole mapping with CUDA in this process (``cudaHostRegister``, portable).
+
+        Each process that copies to or from a GPU must call it. Does nothing where CUDA is not available
+        or the region is pinned already. A failure is a warning with the code: transfers still work, but
+        the driver stages them and they are slower.
+
+        :raises ValueError: the region is closed.
+        """
+        if self._is_pinned:
+            return
+        torch = _import_torch()
+        if torch is not None and not torch.cuda.is_available():
+            return
+        try:
+            outcome = self._pin(torch and torch.cuda.cudart)
+        except RuntimeError as error:  # torch.cuda.cudart() where there is no driver
+            logger.warning("host memory of %s is not pinned, copies will be slower: %s", self._mmap_path, error)
+            return
+        self._is_pinned = outcome.is_pinned
+        if outcome.is_pinned:
+            logger.info("pinned %s: %d bytes, through %s", self._mmap_path, self._blocks_nbytes, outcome.backend)
+        elif outcome.backend is not None:
+            logger.warning(
+                "cudaHostRegister failed for %d bytes of host memory of %s: code=%d (%s); "
+                "the region works, but copies to and from the GPU will be slower",
+                self._blocks_nbytes,
+                self._mmap_path,
+                outcome.code,
+                outcome.name,
+            )
+
+    def cleanup(self) -> None:
+        """Lets go of the region: the creator takes the name away first, then the registration, the
+        tensor, the mapping and the descriptor go.
+
+        Never raises for secondary faults, and does nothing when called again. Processes that have the
+        region mapped are not disturbed, and views keep the mapping until the last of them is gone. The
+        last process to leave a region whose creator died takes the name away too. Copies in flight must
+        have ended before: unregistering does not wait for them. In a forked child only the child's own
+        mapping and descriptor go.
+        """
+        if self._mmap_obj is None:
+            return
+        self.__dict__.pop("blocks", None)
+        self._mmap_obj = None
+        self._fd = None
+        self._is_pinned = False
+        _open_regions.discard(self)
+        for problem in self._close():
+            logger.warning("%s: %s", self._mmap_path, problem)
+        logger.info("closed %s", self._mmap_path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.cleanup()
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "_mmap_path"):
+            return f"<{type(self).__name__} not open>"
+        role = "creator" if self._is_creator else "joiner"
+        pin = "pinned" if self._is_pinned else "not pinned"
+        state = pin if self._mmap_obj is not None else "closed"
+        shape = f"{self.num_blocks} x {self.block_size_bytes} bytes"
+        return f"<{type(self).__name__} {self.engine_id!r}: {shape}, {role}, {state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"cannot pickle {type(self).__name__}: open the region by its engine_id in the other process"
+        )
+
+
+def _import_torch() -> Any:
+    """torch, or None in an environment that does without it."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    return torch
+
+
+def _argument_error(kind: type[errors.RegionError], text: str, hint: str) -> errors.RegionError:
+    error = kind(text)
+    error.hint = hint
+    return error
+
+
+def _text(what: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise _argument_error(
+            errors.ArgumentTypeError,
+            f"invalid {what}: {value!r:.80}: it must be a str, not {type(value).__name__}",
+            f'give {what} as text, for example "engine0_dp0"' if what == "engine_id" else "see help(ECSharedRegion)",
+        )
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _argument_error(
+            errors.InvalidArgumentError,
+            f"invalid {what}: {value!r:.80}: it is not valid Unicode text",
+            "a lone surrogate cannot be a part of a file name",
+        ) from None
+    return value
+
+
+def _whole_number(what: str, value: Any) -> int:
+    hint = "give a whole number above zero, for example byte_budget // block_size_bytes"
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        text = f"invalid {what}: {value!r:.80}: it must be an int, not {type(value).__name__}"
+        raise _argument_error(errors.ArgumentTypeError, text, hint)
+    number = operator.index(value)
+    if number < 0:
+        raise _argument_error(
+            errors.InvalidArgumentError, f"invalid {what}: {number}: it must be at least 1", hint
+        )
+    if number >= 1 << 62:
+        shown = f"{number:.3e}" if number < 1 << 1000 else f"an integer of {number.bit_length()} bits"
+        raise _argument_error(
+            errors.SizeOverflowError,
+            f"invalid {what}: {shown}: a region has less than 2**62 bytes",
+            "check the unit of the budget: it is in bytes",
+        )
+    return number
+
+
+def _seconds(what: str, value: Any) -> float:
+    if isinstance(value, bool) or not hasattr(value, "__float__"):
+        raise _argument_error(
+            errors.ArgumentTypeError,
+            f"invalid {what}: {value!r:.80}: it must be a number of seconds, not {type(value).__name__}",
+            "give seconds as a number, for example 30.0",
+        )
+    return float(value)
+
+
+@atexit.register
+def _cleanup_at_exit() -> None:
+    for region in list(_open_regions):
+        region.cleanup()
+
+

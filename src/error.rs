@@ -1,0 +1,349 @@
+//! One error type for the whole core. Every variant carries the values that a person needs at
+//! three in the morning, and [`Error::hint`] says what to do about it.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use crate::spec::Geometry;
+
+pub type Result<T> = std::result::Result<T, Error>;
+
+/// Why a region could not be opened, used or closed.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// The id cannot be a part of a file name.
+    #[error("invalid engine_id {id:?}: {reason}")]
+    InvalidId { id: String, reason: String },
+
+    /// A number that no region can have.
+    #[error("invalid {what}: {value}: {reason}")]
+    InvalidNumber {
+        what: &'static str,
+        value: String,
+        reason: &'static str,
+    },
+
+    /// `num_blocks * block_size_bytes` is beyond what a file offset can hold.
+    #[error("region too large: {num_blocks} blocks x {block_size_bytes} bytes is more than {max_bytes} bytes")]
+    TooLarge {
+        num_blocks: u64,
+        block_size_bytes: u64,
+        max_bytes: u64,
+    },
+
+    /// A live region under this id has another shape.
+    #[error("another geometry lives at `{path}`: wanted {wanted}, found {found}", path = path.display())]
+    GeometryMismatch {
+        path: PathBuf,
+        wanted: Geometry,
+        found: FoundGeometry,
+    },
+
+    /// The filesystem, the memory or a limit cannot hold the region.
+    #[error("not enough {resource} for `{path}`: wanted {wanted_bytes} bytes, {available}", path = path.display())]
+    NoSpace {
+        path: PathBuf,
+        resource: Resource,
+        wanted_bytes: u64,
+        available: Available,
+        errno: i32,
+    },
+
+    /// Something at the path is not a region file of ours. It was not touched.
+    #[error("refused the file at `{path}`: {reason}", path = path.display())]
+    Foreign { path: PathBuf, reason: String, errno: i32 },
+
+    /// `mode="create"`, and the region lives.
+    #[error("region `{path}` exists and is in use ({size_bytes} bytes)", path = path.display())]
+    Exists { path: PathBuf, size_bytes: u64 },
+
+    /// A wait came to its end.
+    #[error("gave up on `{path}` after {:.3} s: {state}", waited.as_secs_f64(), path = path.display())]
+    Timeout {
+        path: PathBuf,
+        waited: Duration,
+        state: WaitState,
+        /// Ids of other regions in the same directory.
+        similar: Vec<String>,
+    },
+
+    /// The caller's checkpoint asked to stop (Ctrl-C). Everything was undone.
+    #[error("interrupted")]
+    Interrupted,
+
+    /// The region was closed.
+    #[error("the region is closed")]
+    Closed,
+
+    /// A system call failed in a way that has no better name.
+    #[error("{call} failed for `{path}`: {source}", path = path.display())]
+    Os {
+        call: &'static str,
+        path: PathBuf,
+        source: io::Error,
+    },
+}
+
+/// The shape that a live file was found to have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum FoundGeometry {
+    /// Announced by a live holder, see [`crate::lock`].
+    Announced { size_bytes: u64, block_size_bytes: u64 },
+    /// A file that carries no announcement (the original class made it): only its size is known.
+    SizeOnly { size_bytes: u64 },
+}
+
+impl std::fmt::Display for FoundGeometry {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match *self {
+            Self::Announced {
+                size_bytes,
+                block_size_bytes,
+            } => write!(
+                f,
+                "{} blocks x {block_size_bytes} bytes ({size_bytes} bytes)",
+                size_bytes / block_size_bytes.max(1)
+            ),
+            Self::SizeOnly { size_bytes } => write!(f, "a file of {size_bytes} bytes"),
+        }
+    }
+}
+
+/// What ran out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Resource {
+    Space,
+    Inodes,
+    Memory,
+    FileSizeLimit,
+}
+
+impl std::fmt::Display for Resource {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Space => "space",
+            Self::Inodes => "inodes",
+            Self::Memory => "memory",
+            Self::FileSizeLimit => "room under the file size limit",
+        })
+    }
+}
+
+/// How much of it there is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Available {
+    /// Bytes free and in all; `total_bytes` 0 is a tmpfs without a limit.
+    Filesystem {
+        free_bytes: u64,
+        total_bytes: u64,
+    },
+    Inodes {
+        free: u64,
+        total: u64,
+    },
+    /// RAM plus swap of the machine.
+    Memory {
+        total_bytes: u64,
+    },
+    /// The limit (`RLIMIT_FSIZE`) of this process.
+    Limit {
+        max_bytes: u64,
+    },
+}
+
+impl std::fmt::Display for Available {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match *self {
+            Self::Filesystem {
+                free_bytes,
+                total_bytes: 0,
+            } => write!(f, "{free_bytes} bytes free on a filesystem without a limit"),
+            Self::Filesystem {
+                free_bytes,
+                total_bytes,
+            } => write!(f, "{free_bytes} bytes free of {total_bytes}"),
+            Self::Inodes { free, total } => write!(f, "{free} inodes free of {total}"),
+            Self::Memory { total_bytes } => {
+                write!(f, "the machine has {total_bytes} bytes of RAM and swap")
+            }
+            Self::Limit { max_bytes } => write!(f, "RLIMIT_FSIZE is {max_bytes} bytes"),
+        }
+    }
+}
+
+/// What a constructor was waiting for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WaitState {
+    /// No file at the path, and this constructor may not make one.
+    NoFile { wanted_bytes: u64 },
+    /// A file that nobody alive holds, and this constructor may not replace it.
+    DeadFile { wanted_bytes: u64, seen_bytes: u64 },
+    /// A live creator of the original class that has not sized its file.
+    NotSized { wanted_bytes: u64, seen_bytes: u64 },
+    /// A live creator that is reserving the bytes.
+    BeingPrepared { wanted_bytes: u64 },
+    /// Another process holds the directory's lock.
+    DirectoryLocked,
+    /// Names came and went under this constructor for all of its time.
+    Unsettled,
+}
+
+impl std::fmt::Display for WaitState {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match *self {
+            Self::NoFile { wanted_bytes } => {
+                write!(
+                    f,
+                    "no such region: wanted {wanted_bytes} bytes, no file seen, no live creator"
+                )
+            }
+            Self::DeadFile {
+                wanted_bytes,
+                seen_bytes,
+            } => write!(
+                f,
+                "only a dead region: wanted {wanted_bytes} bytes, seen {seen_bytes} bytes, no live creator"
+            ),
+            Self::NotSized {
+                wanted_bytes,
+                seen_bytes,
+            } => write!(
+                f,
+                "not sized yet: wanted {wanted_bytes} bytes, seen {seen_bytes} bytes, a live process holds it open"
+            ),
+            Self::BeingPrepared { wanted_bytes } => write!(
+                f,
+                "being prepared: wanted {wanted_bytes} bytes, a live creator is reserving them"
+            ),
+            Self::DirectoryLocked => f.write_str("another process holds the lock of the directory"),
+            Self::Unsettled => f.write_str("the name kept changing hands"),
+        }
+    }
+}
+
+impl Error {
+    pub(crate) fn os(call: &'static str, path: impl Into<PathBuf>, source: impl Into<io::Error>) -> Self {
+        Self::Os {
+            call,
+            path: path.into(),
+            source: source.into(),
+        }
+    }
+
+    /// The `errno` that belongs to this error, where there is one.
+    #[must_use]
+    pub fn errno(&self) -> Option<i32> {
+        match self {
+            Self::NoSpace { errno, .. } | Self::Foreign { errno, .. } => Some(*errno),
+            Self::Exists { .. } => Some(nix::libc::EEXIST),
+            Self::Timeout {
+                state: WaitState::NoFile { .. },
+                ..
+            } => Some(nix::libc::ENOENT),
+            Self::Timeout { .. } => Some(nix::libc::ETIMEDOUT),
+            Self::Os { source, .. } => source.raw_os_error(),
+            _ => None,
+        }
+    }
+
+    /// The path that the error is about, where there is one.
+    #[must_use]
+    pub fn path(&self) -> Option<&std::path::Path> {
+        match self {
+            Self::GeometryMismatch { path, .. }
+            | Self::NoSpace { path, .. }
+            | Self::Foreign { path, .. }
+            | Self::Exists { path, .. }
+            | Self::Timeout { path, .. }
+            | Self::Os { path, .. } => Some(path),
+            _ => None,
+        }
+    }
+
+    /// What a person can do about it: one line, no full stop.
+    #[must_use]
+    pub fn hint(&self) -> Option<String> {
+        let text = match self {
+            Self::InvalidId { .. } => {
+                "use a short name of letters, digits, `_` and `-`, for example `engine0_dp0`".into()
+            }
+            Self::InvalidNumber { what: "timeout", .. } => {
+                "give seconds as a number, for example 30.0".into()
+            }
+            Self::InvalidNumber { what: "mode" | "populate", .. } => {
+                "see the constructor's documentation for the words it takes".into()
+            }
+            Self::InvalidNumber { what: "num_blocks", .. } => {
+                "num_blocks is byte_budget // block_size_bytes: a budget below one block gives 0".into()
+            }
+            Self::InvalidNumber { .. } => "give a whole number of bytes above zero".into(),
+            Self::TooLarge { .. } => "check the unit of the budget: it is in bytes".into(),
+            Self::GeometryMismatch { .. } => {
+                "every process of an engine must pass the same num_blocks and block_size_bytes; another engine needs another engine_id"
+                    .into()
+            }
+            Self::NoSpace { resource, .. } => match resource {
+                Resource::Space => {
+                    "make /dev/shm larger (docker: --shm-size or --ipc=host; Kubernetes: an emptyDir with medium Memory), or ask for fewer blocks"
+                        .into()
+                }
+                Resource::Inodes => {
+                    "bytes may be free, but the mount's nr_inodes are used up: remove small files or remount with more".into()
+                }
+                Resource::Memory => {
+                    "the region would not fit into this machine's memory: ask for fewer blocks".into()
+                }
+                Resource::FileSizeLimit => "raise it with `ulimit -f unlimited`".into(),
+            },
+            Self::Foreign { .. } => {
+                "it was left untouched; remove it if it is not needed, or use another engine_id".into()
+            }
+            Self::Exists { .. } => {
+                "use mode=\"create_or_join\" to share it, or another engine_id".into()
+            }
+            Self::Timeout { state, similar, .. } => {
+                let mut hint = String::from(match state {
+                    WaitState::NoFile { .. } | WaitState::DeadFile { .. } => {
+                        "is the engine running, on this host and in this container? /dev/shm is not shared between hosts"
+                    }
+                    WaitState::NotSized { .. } => {
+                        "is its creator stuck, or was it started with a smaller geometry?"
+                    }
+                    WaitState::BeingPrepared { .. } => {
+                        "a large region takes seconds to prepare: give a longer timeout"
+                    }
+                    WaitState::DirectoryLocked | WaitState::Unsettled => {
+                        "look for a stopped process that uses /dev/shm (`lslocks` shows it)"
+                    }
+                });
+                if !similar.is_empty() {
+                    hint.push_str("; regions present: ");
+                    hint.push_str(&similar.join(", "));
+                }
+                if let Ok(host) = nix::sys::utsname::uname() {
+                    hint.push_str("; host: ");
+                    hint.push_str(&host.nodename().to_string_lossy());
+                }
+                hint
+            }
+            Self::Closed => "open a new region: a closed one does not come back".into(),
+            Self::Interrupted => return None,
+            Self::Os { source, path, .. } => match source.raw_os_error() {
+                Some(nix::libc::ENOENT) => format!(
+                    "is `{}` mounted? regions need a writable tmpfs there",
+                    path.display()
+                ),
+                Some(nix::libc::EROFS) => "the filesystem is mounted read-only: remount it read-write".into(),
+                Some(nix::libc::EACCES | nix::libc::EPERM) => {
+                    "check the owner and mode of the directory, and the sandbox's rules".into()
+                }
+                Some(nix::libc::EMFILE | nix::libc::ENFILE) => "raise the limit of open files (`ulimit -n`)".into(),
+                Some(nix::libc::ENOMEM) => "the address space or the memory of this process is limited (`ulimit -v`, cgroup)".into(),
+                _ => return None,
+            },
+        };
+        Some(text)
+    }
+}

@@ -1,0 +1,129 @@
+//! Who has a file open or mapped, found under /proc: the answer where the kernel has no leases
+//! (see [`crate::lock::has_writer`]). It sees processes of the same PID namespace whose entries
+//! this user may read, so [`sees_everything`] tells how far "nobody" can be trusted.
+
+use std::fs;
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+/// A file's identity: proof only while the file is held open, since tmpfs reuses inode numbers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileIdentity {
+    pub device: u64,
+    pub inode: u64,
+}
+
+/// The initial PID namespace has this inode number (`PROC_PID_INIT_INO` of the kernel).
+const INITIAL_PID_NAMESPACE: &str = "pid:[4026531836]";
+
+/// True in the initial PID namespace: there /proc shows the processes of every container.
+#[must_use]
+pub fn sees_everything() -> bool {
+    fs::read_link("/proc/self/ns/pid").is_ok_and(|link| link.as_os_str() == INITIAL_PID_NAMESPACE)
+}
+
+/// Does any process have the file open for writing, or mapped? Descriptors of this process in
+/// `except` do not count: they are the prober's own.
+#[must_use]
+pub fn is_held(file: FileIdentity, except: &[i32]) -> bool {
+    let me = std::process::id();
+    let Ok(processes) = fs::read_dir("/proc") else {
+        return false;
+    };
+    processes
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok())
+        .any(|pid| {
+            let except = if pid == me { except } else { &[] };
+            has_open(pid, file, except) || has_mapped(pid, file)
+        })
+}
+
+fn has_open(pid: u32, file: FileIdentity, except: &[i32]) -> bool {
+    let Ok(descriptors) = fs::read_dir(format!("/proc/{pid}/fd")) else {
+        return false;
+    };
+    descriptors.flatten().any(|entry| {
+        let Some(number) = entry.file_name().to_str().and_then(|n| n.parse::<i32>().ok()) else {
+            return false;
+        };
+        !except.contains(&number)
+            && fs::metadata(entry.path()).is_ok_and(|found| found.dev() == file.device && found.ino() == file.inode)
+            && is_open_for_writing(pid, number)
+    })
+}
+
+fn is_open_for_writing(pid: u32, number: i32) -> bool {
+    // `flags:` is octal; its two lowest bits are O_RDONLY (0), O_WRONLY (1) or O_RDWR (2), proc(5).
+    fs::read_to_string(format!("/proc/{pid}/fdinfo/{number}")).is_ok_and(|info| {
+        info.lines()
+            .find_map(|line| line.strip_prefix("flags:"))
+            .and_then(|flags| i64::from_str_radix(flags.trim(), 8).ok())
+            .is_some_and(|flags| flags & 0o3 != 0)
+    })
+}
+
+fn has_mapped(pid: u32, file: FileIdentity) -> bool {
+    fs::read_to_string(Path::new("/proc").join(pid.to_string()).join("maps"))
+        .is_ok_and(|maps| maps.lines().any(|line| maps_line_is(line, file)))
+}
+
+/// A line of /proc/PID/maps: `address perms offset major:minor inode path`, numbers of the device in hex.
+fn maps_line_is(line: &str, file: FileIdentity) -> bool {
+    let mut fields = line.split_ascii_whitespace().skip(3);
+    let (Some(device), Some(inode)) = (fields.next(), fields.next()) else {
+        return false;
+    };
+    let Some((major, minor)) = device.split_once(':') else {
+        return false;
+    };
+    let (Ok(major), Ok(minor)) = (u64::from_str_radix(major, 16), u64::from_str_radix(minor, 16)) else {
+        return false;
+    };
+    inode.parse() == Ok(file.inode) && nix::sys::stat::makedev(major, minor) == file.device
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+    use std::os::fd::AsRawFd;
+
+    #[test]
+    fn a_maps_line_is_read() {
+        let file = FileIdentity {
+            device: nix::sys::stat::makedev(0, 0x1a),
+            inode: 42,
+        };
+        let line = "7f00-7f01 rw-s 00000000 00:1a 42 /dev/shm/vllm_ec_x.mmap";
+        assert!(maps_line_is(line, file));
+        assert!(!maps_line_is(&line.replace("42", "43"), file));
+        assert!(!maps_line_is(&line.replace("1a", "1b"), file));
+        assert!(!maps_line_is("", file));
+    }
+
+    #[test]
+    fn writers_are_found_and_readers_are_not() {
+        let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let path = directory.path().join("file");
+        let writer = File::create(&path).unwrap();
+        writer.set_len(4096).unwrap();
+        let meta = writer.metadata().unwrap();
+        let identity = FileIdentity {
+            device: meta.dev(),
+            inode: meta.ino(),
+        };
+        assert!(is_held(identity, &[]));
+        assert!(!is_held(identity, &[writer.as_raw_fd()]));
+        drop(writer);
+        let reader = File::open(&path).unwrap();
+        assert!(!is_held(identity, &[]));
+        drop(reader);
+        let raw = memmap2::MmapOptions::new()
+            .len(4096)
+            .map_raw(&File::options().read(true).write(true).open(&path).unwrap())
+            .unwrap();
+        assert!(is_held(identity, &[]));
+        drop(raw);
+        assert!(!is_held(identity, &[]));
+    }
+}

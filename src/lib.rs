@@ -1,0 +1,28 @@
+//! One flat, pinned region of `/dev/shm`, shared by every process of an inference engine.
+//!
+//! The path of the data, from top to bottom: [`spec`] says what is wanted, [`file`] finds or makes the
+//! file, with [`lock`] and [`holders`] for signs of life and [`wait`] for time, [`mapping`] maps it,
+//! [`prefault`] puts pages behind it, [`pin`] registers it with a device ([`cuda`] is the only file that
+//! names cudarc), and [`region`] is the state machine over all of them. [`reap`] removes what the dead
+//! left. The `python` module is the only one that names pyo3.
+
+pub mod error;
+pub mod file;
+pub mod holders;
+pub mod lock;
+pub mod mapping;
+pub mod pin;
+pub mod prefault;
+pub mod reap;
+pub mod region;
+pub mod spec;
+pub mod wait;
+
+#[cfg(feature = "cuda")]
+pub mod cuda;
+#[cfg(feature = "python")]
+mod python;
+
+pub use error::{Error, Result};
+pub use region::{DEV_SHM, OpenReport, Region, Role};
+pub use spec::{EngineId, Geometry, Mode, Populate, Spec};

@@ -1,0 +1,258 @@
+//! Signs of life that the kernel keeps and takes back by itself, also after SIGKILL.
+//!
+//! Four signs, each on the region's file or on its directory:
+//!
+//! | sign | kind | says | ends with |
+//! |---|---|---|---|
+//! | life | `flock(LOCK_SH)` on the file | "a process of ours has it mapped" | the last descriptor or mapping of that open file |
+//! | geometry | OFD read lock on byte `GEOMETRY + block_size_bytes` of the file | "with this block size" | the same |
+//! | preparing | OFD write lock on byte `PREPARING` of the file | "its creator is still reserving the bytes" | [`end_preparing`], or the same |
+//! | freeing | OFD read lock on byte 0 of the directory | "somebody is giving pages back right now" | [`Freeing`] dropped |
+//!
+//! The original class takes no lock at all. What it cannot hide is that it has the file open for
+//! writing: the kernel grants a *read lease* only on a file that no process has open for writing
+//! (`fcntl(2)`, `F_SETLEASE`), a mapping counts as long as it lives, and this works across PID
+//! namespaces, where a look through /proc sees nothing. So [`has_writer`] asks for a lease and
+//! gives it back at once.
+//!
+//! The life lock is never unlocked, only closed: a forked child shares it, and `LOCK_UN` there
+//! would take it from the parent (`flock(2)`). OFD locks belong to the open file in the same way.
+
+#![allow(unsafe_code)] // `flock`, `F_SETLEASE` and `F_SETSIG` have no safe wrapper that fits: nix's unlocks on drop.
+
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, fcntl};
+use nix::libc;
+
+use crate::spec::MAX_REGION_BYTES;
+
+/// Lock bytes lie behind every byte that a region can have.
+const PREPARING: i64 = MAX_REGION_BYTES as i64;
+const GEOMETRY: i64 = PREPARING + 1;
+
+/// `asm-generic/fcntl.h`; libc does not name it.
+const F_SETSIG: libc::c_int = 10;
+
+fn flock(fd: &impl AsFd, operation: libc::c_int) -> io::Result<bool> {
+    loop {
+        // SAFETY: `fd` is borrowed for the call, so it is open; flock touches no memory of ours.
+        if unsafe { libc::flock(fd.as_fd().as_raw_fd(), operation | libc::LOCK_NB) } == 0 {
+            return Ok(true);
+        }
+        match Errno::last() {
+            Errno::EINTR => {}
+            Errno::EWOULDBLOCK => return Ok(false),
+            errno => return Err(errno.into()),
+        }
+    }
+}
+
+/// Takes the life lock. False where another process holds the file exclusively.
+pub fn hold_shared(fd: &impl AsFd) -> io::Result<bool> {
+    flock(fd, libc::LOCK_SH)
+}
+
+/// An exclusive lock that is given back on drop, by `LOCK_UN`: a child forked meanwhile by another
+/// thread shares the descriptor and would keep the lock if it were only closed.
+#[derive(Debug)]
+pub struct Exclusive<Fd: AsFd>(Fd);
+
+impl<Fd: AsFd> Exclusive<Fd> {
+    /// `None` where somebody else holds a lock. Takes a descriptor or a reference to one.
+    pub fn try_hold(fd: Fd) -> io::Result<Option<Self>> {
+        Ok(flock(&fd, libc::LOCK_EX)?.then_some(Self(fd)))
+    }
+}
+
+impl<Fd: AsFd> Drop for Exclusive<Fd> {
+    fn drop(&mut self) {
+        let _ = flock(&self.0, libc::LOCK_UN);
+    }
+}
+
+/// `lock_type` takes `F_RDLCK` and its like, which libc gives as `c_int` and wants as `c_short`.
+fn byte_lock(lock_type: libc::c_int, start: i64, len: i64) -> libc::flock {
+    libc::flock {
+        l_type: lock_type as libc::c_short,
+        l_whence: libc::SEEK_SET as libc::c_short,
+        l_start: start,
+        l_len: len,
+        l_pid: 0, // must be 0 for OFD locks, fcntl(2)
+    }
+}
+
+fn set(fd: &impl AsFd, lock_type: libc::c_int, start: i64) -> io::Result<()> {
+    fcntl(fd, FcntlArg::F_OFD_SETLK(&byte_lock(lock_type, start, 1)))?;
+    Ok(())
+}
+
+/// The first lock of another open file that stands against a write lock on the range.
+fn conflict(fd: &impl AsFd, start: i64, len: i64) -> io::Result<Option<i64>> {
+    let mut query = byte_lock(libc::F_WRLCK, start, len);
+    fcntl(fd, FcntlArg::F_OFD_GETLK(&mut query))?;
+    Ok((i32::from(query.l_type) != libc::F_UNLCK).then_some(query.l_start))
+}
+
+/// Announces the block size to everybody who opens the file, for as long as it stays open here.
+pub fn announce_block_size(fd: &impl AsFd, block_size_bytes: usize) -> io::Result<()> {
+    set(fd, libc::F_RDLCK, GEOMETRY + block_size_bytes as i64)
+}
+
+/// The block size that a live holder announced. `None` where no holder of ours is left.
+pub fn announced_block_size(fd: &impl AsFd) -> io::Result<Option<u64>> {
+    let start = conflict(fd, GEOMETRY, 0)?;
+    Ok(start.and_then(|start| u64::try_from(start - GEOMETRY).ok()))
+}
+
+pub fn begin_preparing(fd: &impl AsFd) -> io::Result<()> {
+    set(fd, libc::F_WRLCK, PREPARING)
+}
+
+pub fn end_preparing(fd: &impl AsFd) -> io::Result<()> {
+    set(fd, libc::F_UNLCK, PREPARING)
+}
+
+pub fn is_being_prepared(fd: &impl AsFd) -> io::Result<bool> {
+    Ok(conflict(fd, PREPARING, 1)?.is_some())
+}
+
+/// "Pages are being given back": constructors that find too little space wait while one exists.
+#[derive(Debug)]
+pub struct Freeing(OwnedFd);
+
+impl Freeing {
+    /// `directory` must be an open file of its own.
+    pub fn begin(directory: OwnedFd) -> io::Result<Self> {
+        set(&directory, libc::F_RDLCK, 0)?;
+        Ok(Self(directory))
+    }
+}
+
+impl Drop for Freeing {
+    fn drop(&mut self) {
+        let _ = set(&self.0, libc::F_UNLCK, 0);
+    }
+}
+
+/// Is somebody else giving pages back in this directory?
+pub fn is_freeing(directory: &impl AsFd) -> bool {
+    matches!(conflict(directory, 0, 1), Ok(Some(_)))
+}
+
+/// Does any open file, here or in another process, container or namespace, have write access?
+///
+/// `read_only` must be opened `O_RDONLY`. `None` where the kernel or the sandbox has no leases
+/// (`fs.leases-enable=0`, gVisor, another owner without `CAP_LEASE`).
+pub fn has_writer(read_only: &impl AsFd) -> Option<bool> {
+    let fd = read_only.as_fd().as_raw_fd();
+    // Whoever opens the file for writing while the lease stands makes the kernel send a signal,
+    // by default SIGIO, which kills. SIGURG is ignored by default.
+    // SAFETY: `fd` is borrowed, so it is open; these commands take integers.
+    let lease = unsafe {
+        if libc::fcntl(fd, F_SETSIG, libc::SIGURG) == -1 {
+            return None;
+        }
+        libc::fcntl(fd, libc::F_SETLEASE, libc::F_RDLCK)
+    };
+    if lease == -1 {
+        return (Errno::last() == Errno::EAGAIN).then_some(true);
+    }
+    // SAFETY: as above.
+    unsafe { libc::fcntl(fd, libc::F_SETLEASE, libc::F_UNLCK) };
+    Some(false)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::File;
+
+    struct Pair {
+        _directory: tempfile::TempDir,
+        path: std::path::PathBuf,
+    }
+
+    fn file() -> Pair {
+        let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let path = directory.path().join("file");
+        File::create(&path).unwrap();
+        Pair {
+            _directory: directory,
+            path,
+        }
+    }
+
+    fn writer(pair: &Pair) -> File {
+        File::options().read(true).write(true).open(&pair.path).unwrap()
+    }
+
+    #[test]
+    fn the_announced_block_size_is_read_by_others_and_ends_with_the_file() {
+        let pair = file();
+        let holder = writer(&pair);
+        let reader = File::open(&pair.path).unwrap();
+        assert_eq!(announced_block_size(&reader).unwrap(), None);
+        announce_block_size(&holder, 7168).unwrap();
+        assert_eq!(announced_block_size(&reader).unwrap(), Some(7168));
+        drop(holder);
+        assert_eq!(announced_block_size(&reader).unwrap(), None);
+    }
+
+    #[test]
+    fn preparing_begins_and_ends() {
+        let pair = file();
+        let creator = writer(&pair);
+        let reader = File::open(&pair.path).unwrap();
+        begin_preparing(&creator).unwrap();
+        assert!(is_being_prepared(&reader).unwrap());
+        end_preparing(&creator).unwrap();
+        assert!(!is_being_prepared(&reader).unwrap());
+    }
+
+    #[test]
+    fn a_writer_is_seen_and_a_reader_is_not() {
+        let pair = file();
+        let probe = File::open(&pair.path).unwrap();
+        let Some(free) = has_writer(&probe) else {
+            eprintln!("skipped: this kernel or sandbox has no leases");
+            return;
+        };
+        assert!(!free);
+        let onlooker = File::open(&pair.path).unwrap();
+        assert_eq!(has_writer(&probe), Some(false));
+        let holder = writer(&pair);
+        assert_eq!(has_writer(&probe), Some(true));
+        drop((holder, onlooker));
+        assert_eq!(has_writer(&probe), Some(false));
+    }
+
+    #[test]
+    fn an_exclusive_lock_is_refused_while_the_life_lock_is_held() {
+        let pair = file();
+        let holder = writer(&pair);
+        let probe = File::open(&pair.path).unwrap();
+        assert!(hold_shared(&holder).unwrap());
+        assert!(Exclusive::try_hold(&probe).unwrap().is_none());
+        drop(holder);
+        let exclusive = Exclusive::try_hold(&probe).unwrap();
+        assert!(exclusive.is_some());
+        let late = writer(&pair);
+        assert!(!hold_shared(&late).unwrap());
+        drop(exclusive);
+        assert!(hold_shared(&late).unwrap());
+    }
+
+    #[test]
+    fn freeing_is_seen_by_others() {
+        let directory = tempfile::tempdir_in("/dev/shm").unwrap();
+        let open = || OwnedFd::from(File::open(directory.path()).unwrap());
+        let other = open();
+        let freeing = Freeing::begin(open()).unwrap();
+        assert!(is_freeing(&other));
+        drop(freeing);
+        assert!(!is_freeing(&other));
+    }
+}

@@ -1,0 +1,141 @@
+//! The mapping: one owner of pointer and length, which hands out pointers and never slices, since
+//! other processes write to the same bytes.
+
+#![allow(unsafe_code)] // volatile and atomic access to pages that other processes share
+
+use std::fs::File;
+use std::io;
+use std::ops::Range;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use memmap2::{Advice, MmapOptions, MmapRaw};
+
+/// A shared, readable and writable mapping of a whole region. Unmapped on drop, through libc.
+#[derive(Debug)]
+pub struct Mapping {
+    raw: MmapRaw,
+    len_bytes: usize,
+}
+
+impl Mapping {
+    /// Maps `len_bytes` from the start of `file`, which must be that long: the caller checked it on
+    /// this very descriptor, and nobody who keeps the protocol shortens a file.
+    ///
+    /// # Errors
+    /// The error of `mmap(2)`.
+    pub fn new(file: &File, len_bytes: usize) -> io::Result<Self> {
+        Ok(Self {
+            raw: MmapOptions::new().len(len_bytes).map_raw(file)?,
+            len_bytes,
+        })
+    }
+
+    /// The address of byte 0: fixed for the life of the mapping, a multiple of the page size.
+    #[must_use]
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.raw.as_mut_ptr()
+    }
+
+    #[must_use]
+    pub fn len_bytes(&self) -> usize {
+        self.len_bytes
+    }
+
+    /// `None` where the range does not lie within the mapping.
+    fn checked(&self, range: &Range<usize>) -> Option<*mut u8> {
+        (range.start <= range.end && range.end <= self.len_bytes).then(|| self.as_ptr().wrapping_add(range.start))
+    }
+
+    /// Maps the pages of the range ahead for writing (`MADV_POPULATE_WRITE`, Linux 5.14).
+    ///
+    /// # Errors
+    /// The error of `madvise(2)`; `EINVAL` where the kernel does not know the advice.
+    pub fn populate_write(&self, range: Range<usize>) -> io::Result<()> {
+        self.raw.advise_range(Advice::PopulateWrite, range.start, range.len())
+    }
+
+    /// Maps the pages of the range ahead for reading (`MADV_POPULATE_READ`, Linux 5.14).
+    ///
+    /// # Errors
+    /// As [`Mapping::populate_write`].
+    pub fn populate_read(&self, range: Range<usize>) -> io::Result<()> {
+        self.raw.advise_range(Advice::PopulateRead, range.start, range.len())
+    }
+
+    /// Writes to one byte of each page of the range without changing it, whatever other processes
+    /// store meanwhile. The pages must be backed: a touch that the filesystem cannot serve is SIGBUS.
+    pub fn touch_write(&self, range: Range<usize>, page_bytes: usize) {
+        let Some(start) = self.checked(&range) else { return };
+        for offset in (0..range.len()).step_by(page_bytes.max(1)) {
+            // SAFETY: `checked` saw that the range lies within the mapping, which `self` keeps; an
+            // AtomicU8 has no alignment, and other processes' stores are no data race with it.
+            let byte = unsafe { AtomicU8::from_ptr(start.wrapping_add(offset)) };
+            // `|= 0` and `fetch_or(0)` compile to no store at all; this does write.
+            let seen = byte.load(Ordering::Relaxed);
+            let _ = byte.compare_exchange(seen, seen, Ordering::Relaxed, Ordering::Relaxed);
+        }
+    }
+
+    /// Reads one byte of each page of the range.
+    pub fn touch_read(&self, range: Range<usize>, page_bytes: usize) {
+        let Some(start) = self.checked(&range) else { return };
+        for offset in (0..range.len()).step_by(page_bytes.max(1)) {
+            // SAFETY: as in `touch_write`; a volatile read is not optimised away.
+            unsafe { start.wrapping_add(offset).read_volatile() };
+        }
+    }
+}
+
+/// The page size of this machine: 4 KiB on x86-64, 64 KiB on some aarch64 kernels.
+#[must_use]
+pub fn page_bytes() -> usize {
+    nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE)
+        .ok()
+        .flatten()
+        .and_then(|size| usize::try_from(size).ok())
+        // POSIX lets sysconf fail only for unknown names; the largest page of any Linux is a safe stride for rounding up.
+        .unwrap_or(64 << 10)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::MetadataExt;
+
+    fn mapped(len: usize) -> (File, Mapping) {
+        let file = tempfile::tempfile_in("/dev/shm").unwrap();
+        file.set_len(len as u64).unwrap();
+        let mapping = Mapping::new(&file, len).unwrap();
+        (file, mapping)
+    }
+
+    #[test]
+    fn touching_for_writing_backs_every_page_and_changes_no_byte() {
+        let page = page_bytes();
+        let len = 5 * page + 7;
+        let (file, mapping) = mapped(len);
+        // SAFETY: within the mapping, and this test is its only user.
+        unsafe { mapping.as_ptr().add(page).write(42) };
+        mapping.touch_write(0..len, page);
+        assert_eq!(file.metadata().unwrap().blocks() * 512, 6 * page as u64);
+        // SAFETY: as above.
+        assert_eq!(unsafe { mapping.as_ptr().add(page).read() }, 42);
+    }
+
+    #[test]
+    fn a_range_outside_is_not_touched() {
+        let page = page_bytes();
+        let (file, mapping) = mapped(page);
+        mapping.touch_write(0..page + 1, page);
+        mapping.touch_read(page..2 * page, page);
+        assert_eq!(file.metadata().unwrap().blocks(), 0);
+        assert!(mapping.populate_write(0..3 * page).is_err());
+    }
+
+    #[test]
+    fn less_than_a_page_is_mapped() {
+        let (_file, mapping) = mapped(64);
+        assert_eq!(mapping.len_bytes(), 64);
+        assert_eq!(mapping.as_ptr() as usize % page_bytes(), 0);
+    }
+}

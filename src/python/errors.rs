@@ -1,0 +1,63 @@
+//! One match: every error of the core becomes an exception of `ec_shared_region.errors`.
+
+use std::time::Duration;
+
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+
+use crate::Error;
+use crate::error::WaitState;
+
+fn class_name(error: &Error) -> &'static str {
+    match error {
+        Error::InvalidId { .. } | Error::InvalidNumber { .. } => "InvalidArgumentError",
+        Error::TooLarge { .. } => "SizeOverflowError",
+        Error::GeometryMismatch { .. } => "GeometryMismatchError",
+        Error::NoSpace { .. } => "NoSpaceError",
+        Error::Foreign { .. } => "ForeignFileError",
+        Error::Exists { .. } => "RegionExistsError",
+        Error::Timeout {
+            state: WaitState::NoFile { .. },
+            ..
+        } => "RegionNotFoundError",
+        Error::Timeout { .. } => "RegionTimeoutError",
+        Error::Closed => "RegionClosedError",
+        Error::Os { source, .. } => match source.raw_os_error() {
+            Some(nix::libc::ENOENT) => "DirectoryMissingError",
+            Some(nix::libc::EACCES | nix::libc::EPERM) => "AccessDeniedError",
+            _ => "SystemCallError",
+        },
+        // Reached only where a checkpoint stops without an exception, which none of ours does.
+        Error::Interrupted => "RegionError",
+    }
+}
+
+pub(super) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
+    build(py, error).unwrap_or_else(|failure| {
+        let plain = PyRuntimeError::new_err(error.to_string());
+        plain.set_cause(py, Some(failure));
+        plain
+    })
+}
+
+fn build(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
+    let class = py.import("ec_shared_region.errors")?.getattr(class_name(error))?;
+    let exception = match (error.errno(), error.path()) {
+        (Some(errno), Some(path)) => class.call1((errno, error.to_string(), path))?,
+        _ => class.call1((error.to_string(),))?,
+    };
+    exception.setattr("hint", error.hint())?;
+    Ok(PyErr::from_value(exception))
+}
+
+/// Seconds of a caller as a duration: not negative, not infinite, a number.
+pub(super) fn seconds(py: Python<'_>, value: f64) -> PyResult<Duration> {
+    Duration::try_from_secs_f64(value).map_err(|_| {
+        let error = Error::InvalidNumber {
+            what: "timeout",
+            value: value.to_string(),
+            reason: "it must be a finite number of seconds, 0 or more",
+        };
+        to_python(py, &error)
+    })
+}

@@ -1,0 +1,94 @@
+//! The extension module `ec_shared_region._core`: a thin binding. It takes and gives plain values,
+//! lets go of the GIL around everything that can take long, and turns every [`crate::Error`] into an
+//! exception. What callers see is the Python package around it.
+
+mod buffer;
+mod errors;
+mod region;
+mod torch_cudart;
+
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+/// How long Ctrl-C may go unnoticed. Each look takes the GIL, so it is not done at every step.
+const SIGNAL_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Runs core code without the GIL, with a checkpoint that runs Python's signal handlers. An exception
+/// of a handler (`KeyboardInterrupt`) comes out in place of the core's "interrupted".
+fn run_detached<T: Send>(
+    py: Python<'_>,
+    work: impl Send + FnOnce(&mut crate::wait::Checkpoint<'_>) -> crate::Result<T>,
+) -> PyResult<T> {
+    let (result, raised) = py.detach(|| {
+        let mut raised = None;
+        let mut last_look = Instant::now();
+        let result = work(&mut || {
+            if last_look.elapsed() < SIGNAL_INTERVAL {
+                return ControlFlow::Continue(());
+            }
+            last_look = Instant::now();
+            match Python::attach(|py| py.check_signals()) {
+                Ok(()) => ControlFlow::Continue(()),
+                Err(error) => {
+                    raised = Some(error);
+                    ControlFlow::Break(())
+                }
+            }
+        });
+        (result, raised)
+    });
+    match (result, raised) {
+        (Ok(value), None) => Ok(value),
+        (_, Some(raised)) => Err(raised),
+        (Err(error), None) => Err(errors::to_python(py, &error)),
+    }
+}
+
+/// Drops what may unmap gigabytes, without the GIL where the interpreter still allows it.
+fn drop_detached<T: Send>(value: T) {
+    let mut value = Some(value);
+    Python::try_attach(|py| py.detach(|| drop(value.take())));
+}
+
+/// What this build of the extension is: `version`, `target`, `profile`, `features`, `python_abi`.
+#[pyfunction]
+fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
+    let info = PyDict::new(py);
+    info.set_item("version", env!("CARGO_PKG_VERSION"))?;
+    info.set_item("target", format!("{}-{}", std::env::consts::ARCH, std::env::consts::OS))?;
+    info.set_item("profile", if cfg!(debug_assertions) { "debug" } else { "release" })?;
+    let features: Vec<&str> = [("cuda", cfg!(feature = "cuda")), ("python", cfg!(feature = "python"))]
+        .into_iter()
+        .filter_map(|(name, is_on)| is_on.then_some(name))
+        .collect();
+    info.set_item("features", features)?;
+    info.set_item("python_abi", "abi3-py311")?;
+    info.set_item("page_size_bytes", crate::mapping::page_bytes())?;
+    Ok(info)
+}
+
+/// Waits until the file behind the descriptor `fd` has at least `expected_size` bytes, without the GIL.
+/// `timeout` is in seconds. Raises `TimeoutError` with both sizes, `OSError` where `fd` is not open.
+#[pyfunction]
+#[pyo3(signature = (fd, expected_size, timeout = 30.0))]
+fn wait_for_file_size(py: Python<'_>, fd: i32, expected_size: u64, timeout: f64) -> PyResult<()> {
+    let limit = errors::seconds(py, timeout)?;
+    run_detached(py, |checkpoint| {
+        crate::file::wait_for_size(fd, expected_size, limit, checkpoint)
+    })
+}
+
+#[pymodule]
+#[pyo3(gil_used = false)]
+fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<region::PyRegion>()?;
+    module.add_class::<region::PyOpenReport>()?;
+    module.add_class::<region::PyPinOutcome>()?;
+    module.add_class::<buffer::PyMapping>()?;
+    module.add_function(wrap_pyfunction!(build_info, module)?)?;
+    module.add_function(wrap_pyfunction!(wait_for_file_size, module)?)?;
+    Ok(())
+}

@@ -1,0 +1,303 @@
+//! `_core.Region`, the base of the Python class: the state, the buffer protocol, and the steps open,
+//! pin and close.
+
+#![allow(unsafe_code)] // the buffer protocol's slots are unsafe functions
+
+use std::ffi::c_int;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::MetadataExt;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+
+use pyo3::exceptions::{PyBufferError, PyRuntimeError};
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyTuple};
+
+use super::buffer::{self, PyMapping, Shape};
+use super::torch_cudart::TorchCudart;
+use super::{errors, run_detached};
+use crate::mapping::Mapping;
+use crate::pin::{HostRegistrar, MAX_PIECE_BYTES, Refusal};
+use crate::prefault::Method;
+use crate::region::{PinError, Region, Role};
+use crate::spec::{EngineId, Geometry, Spec};
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What `Region._open` did. Times in seconds, sizes in bytes.
+#[pyclass(frozen, get_all, name = "OpenReport", module = "ec_shared_region._core")]
+pub(super) struct PyOpenReport {
+    path: String,
+    is_creator: bool,
+    fd: i32,
+    inode: u64,
+    address: usize,
+    elapsed_seconds: f64,
+    /// Until the file was made or attached to.
+    waited_seconds: f64,
+    reserve_seconds: f64,
+    prefault_seconds: f64,
+    /// "none", "populate_write", "touch_write", "populate_read" or "touch_read".
+    prefault_method: &'static str,
+    /// Dead files that were removed on the way: (file name, bytes).
+    reclaimed: Vec<(String, u64)>,
+}
+
+/// What `Region._pin` came to.
+#[pyclass(frozen, get_all, name = "PinOutcome", module = "ec_shared_region._core")]
+pub(super) struct PyPinOutcome {
+    is_pinned: bool,
+    /// "cudart" (through cudarc), "torch" (`torch.cuda.cudart()`), or None where there was nobody to ask.
+    backend: Option<&'static str>,
+    /// The runtime's answer where it refused.
+    code: Option<i32>,
+    name: Option<String>,
+}
+
+/// What buffers are exported from; apart from the region's state, which is locked for as long as a
+/// registration takes.
+struct Exporter {
+    mapping: Option<Arc<Mapping>>,
+    shape: Shape,
+    is_open: bool,
+    /// Somebody took a simple buffer: it may keep only this object, as `torch.frombuffer` does, so the
+    /// mapping must live as long as the object.
+    is_lent: bool,
+}
+
+/// The state of an `ECSharedRegion`. Made empty, so that a subclass may take other arguments.
+#[pyclass(subclass, frozen, name = "Region", module = "ec_shared_region._core")]
+pub(super) struct PyRegion {
+    state: Mutex<Option<Region>>,
+    exporter: Mutex<Exporter>,
+    owner_pid: AtomicU32,
+}
+
+impl PyRegion {
+    /// The state. `None` in a forked child where another thread of the parent held it at the fork: it
+    /// will never be unlocked there.
+    fn state(&self) -> Option<MutexGuard<'_, Option<Region>>> {
+        if self.owner_pid.load(Ordering::Relaxed) == std::process::id() {
+            return Some(lock(&self.state));
+        }
+        match self.state.try_lock() {
+            Ok(state) => Some(state),
+            Err(TryLockError::Poisoned(state)) => Some(state.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    fn stop_exporting(&self) -> Option<Arc<Mapping>> {
+        let mut exporter = lock(&self.exporter);
+        exporter.is_open = false;
+        if exporter.is_lent {
+            None
+        } else {
+            exporter.mapping.take()
+        }
+    }
+}
+
+#[pymethods]
+impl PyRegion {
+    #[new]
+    #[pyo3(signature = (*_args, **_kwargs))]
+    fn new(_args: &Bound<'_, PyTuple>, _kwargs: Option<&Bound<'_, PyDict>>) -> Self {
+        Self {
+            state: Mutex::new(None),
+            exporter: Mutex::new(Exporter {
+                mapping: None,
+                shape: Shape::Bytes,
+                is_open: false,
+                is_lent: false,
+            }),
+            owner_pid: AtomicU32::new(std::process::id()),
+        }
+    }
+
+    /// Creates or joins the region. Raises the exceptions of `ec_shared_region.errors`.
+    #[expect(clippy::too_many_arguments, reason = "the arguments of the Python constructor, one to one")]
+    fn _open(
+        &self,
+        py: Python<'_>,
+        engine_id: &str,
+        num_blocks: u64,
+        block_size_bytes: u64,
+        timeout: f64,
+        mode: &str,
+        populate: &str,
+    ) -> PyResult<PyOpenReport> {
+        let wrong = |error| errors::to_python(py, &error);
+        let geometry = Geometry::new(num_blocks, block_size_bytes).map_err(wrong)?;
+        let spec = Spec {
+            id: EngineId::new(engine_id).map_err(wrong)?,
+            geometry,
+            timeout: errors::seconds(py, timeout)?,
+            mode: mode.parse().map_err(wrong)?,
+            populate: populate.parse().map_err(wrong)?,
+        };
+        if lock(&self.exporter).is_open {
+            return Err(PyRuntimeError::new_err(
+                "this region is open already: make another object for another region",
+            ));
+        }
+        let (region, report) = run_detached(py, |checkpoint| Region::open(&spec, checkpoint))?;
+        let (Some(mapping), Some(file)) = (region.mapping().cloned(), region.file()) else {
+            return Err(errors::to_python(py, &crate::Error::Closed));
+        };
+        let opened = PyOpenReport {
+            path: region.path().to_string_lossy().into_owned(),
+            is_creator: region.role() == Role::Creator,
+            fd: file.as_raw_fd(),
+            inode: file.metadata().map_or(0, |meta| meta.ino()),
+            address: mapping.as_ptr() as usize,
+            elapsed_seconds: report.elapsed.as_secs_f64(),
+            waited_seconds: report.waited.as_secs_f64(),
+            reserve_seconds: report.prefault.reserve.as_secs_f64(),
+            prefault_seconds: report.prefault.prefault.as_secs_f64(),
+            prefault_method: match report.prefault.method {
+                Method::None => "none",
+                Method::PopulateWrite => "populate_write",
+                Method::TouchWrite => "touch_write",
+                Method::PopulateRead => "populate_read",
+                Method::TouchRead => "touch_read",
+            },
+            reclaimed: report
+                .reclaimed
+                .into_iter()
+                .map(|reclaimed| (reclaimed.file_name, reclaimed.bytes))
+                .collect(),
+        };
+        *lock(&self.exporter) = Exporter {
+            mapping: Some(mapping),
+            shape: Shape::Blocks {
+                num_blocks: geometry.num_blocks(),
+                block_size_bytes: geometry.block_size_bytes(),
+            },
+            is_open: true,
+            is_lent: false,
+        };
+        self.owner_pid.store(std::process::id(), Ordering::Relaxed);
+        *lock(&self.state) = Some(region);
+        Ok(opened)
+    }
+
+    /// An object that exports the whole mapping and keeps it while it, or a view of it, lives.
+    fn _mapping(&self, py: Python<'_>) -> PyResult<PyMapping> {
+        match &lock(&self.exporter).mapping {
+            Some(mapping) => Ok(PyMapping::new(Arc::clone(mapping))),
+            None => Err(errors::to_python(py, &crate::Error::Closed)),
+        }
+    }
+
+    /// Registers the whole mapping with CUDA: through cudarc where its runtime has a device, else
+    /// through what the callable `torch_cudart` returns, where one is given.
+    #[pyo3(signature = (torch_cudart = None))]
+    fn _pin(&self, py: Python<'_>, torch_cudart: Option<Bound<'_, PyAny>>) -> PyResult<PyPinOutcome> {
+        let (backend, registrar): (_, Box<dyn HostRegistrar>) = match py.detach(cuda_registrar) {
+            Ok(registrar) => ("cudart", registrar),
+            Err(nobody) => match torch_cudart {
+                Some(torch_cudart) => ("torch", Box::new(TorchCudart::new(torch_cudart.call0()?.unbind()))),
+                None => {
+                    return Ok(PyPinOutcome {
+                        is_pinned: false,
+                        backend: None,
+                        code: nobody.as_ref().map(|refusal| refusal.code),
+                        name: nobody.map(|refusal| refusal.name),
+                    });
+                }
+            },
+        };
+        let pinned = py.detach(|| {
+            let mut state = self.state().ok_or(PinError::Closed)?;
+            let region = state
+                .as_mut()
+                .filter(|region| region.is_owned_here())
+                .ok_or(PinError::Closed)?;
+            region.pin(registrar, MAX_PIECE_BYTES)
+        });
+        match pinned {
+            Ok(()) => Ok(PyPinOutcome {
+                is_pinned: true,
+                backend: Some(backend),
+                code: None,
+                name: None,
+            }),
+            Err(PinError::Refused(refusal)) => Ok(PyPinOutcome {
+                is_pinned: false,
+                backend: Some(backend),
+                code: Some(refusal.code),
+                name: Some(refusal.name),
+            }),
+            Err(PinError::Closed) => Err(errors::to_python(py, &crate::Error::Closed)),
+        }
+    }
+
+    /// Lets go of everything, see `cleanup`; waits for a registration in progress. Returns what could
+    /// not be done, as text. Closing again does nothing.
+    fn _close(&self, py: Python<'_>) -> Vec<String> {
+        py.detach(|| {
+            let mapping = self.stop_exporting();
+            let region = self.state().and_then(|mut state| state.take());
+            drop(mapping); // before the region, whose share of the mapping should be the last
+            let Some(mut region) = region else {
+                return Vec::new();
+            };
+            let report = region.close();
+            let name = report
+                .name_problem
+                .map(|error| format!("the name was not removed, the next constructor will do it: {error}"));
+            let kept = report.unregister_problems.iter().map(|refusal| {
+                format!(
+                    "cudaHostUnregister failed: {refusal}; the mapping is kept, since the driver still uses its pages"
+                )
+            });
+            name.into_iter().chain(kept).collect()
+        })
+    }
+
+    /// # Safety
+    /// Called by the interpreter with a `Py_buffer` to fill.
+    unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let mut exporter = lock(&slf.get().exporter);
+        let Some(mapping) = exporter.mapping.clone().filter(|_| exporter.is_open) else {
+            return Err(PyBufferError::new_err("the region is closed"));
+        };
+        exporter.is_lent |= flags & ffi::PyBUF_ND != ffi::PyBUF_ND;
+        let shape = exporter.shape;
+        drop(exporter);
+        // SAFETY: as the interpreter promises.
+        unsafe { buffer::fill(view, flags, slf.clone().into_any(), &mapping, shape) }
+    }
+
+    /// # Safety
+    /// Called by the interpreter, once for each filled `Py_buffer`.
+    unsafe fn __releasebuffer__(&self, view: *mut ffi::Py_buffer) {
+        // SAFETY: as the interpreter promises.
+        unsafe { buffer::release(view) };
+    }
+}
+
+impl Drop for PyRegion {
+    fn drop(&mut self) {
+        // Without cleanup(): the same steps, with nobody to tell what could not be done.
+        let region = self.state().and_then(|mut state| state.take());
+        let mapping = lock(&self.exporter).mapping.take();
+        super::drop_detached((mapping, region));
+    }
+}
+
+/// The CUDA runtime's registrar, or why there is none: its answer, if there is a library at all.
+fn cuda_registrar() -> Result<Box<dyn HostRegistrar>, Option<Refusal>> {
+    #[cfg(feature = "cuda")]
+    {
+        let runtime = crate::cuda::CudaRuntime::find().ok_or(None)?;
+        runtime.require_device().map_err(Some)?;
+        Ok(Box::new(runtime))
+    }
+    #[cfg(not(feature = "cuda"))]
+    Err(None)
+}

@@ -1,0 +1,61 @@
+//! Reclaims what the dead left behind: region files of this user that no process holds.
+
+use std::ffi::CStr;
+
+use crate::error::Result;
+use crate::file::{Directory, Found, Locked, Probe};
+use crate::wait::Waiter;
+
+/// A file that was removed.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Reclaimed {
+    pub file_name: String,
+    /// Bytes that came back to the filesystem.
+    pub bytes: u64,
+}
+
+/// Removes every dead region of this user but `except`. What is not ours, not proven dead, or cannot
+/// be removed is passed over: nobody's constructor fails because of it.
+///
+/// # Errors
+/// Only what ends the wait for the directory's lock.
+pub fn reclaim_dead(directory: &Directory, except: &CStr, waiter: &mut Waiter<'_, '_>) -> Result<Vec<Reclaimed>> {
+    let mut reclaimed = Vec::new();
+    for name in directory.names() {
+        if name.as_c_str() == except {
+            continue;
+        }
+        waiter.checkpoint()?;
+        // One hold of the lock for each file: a long list must not keep other constructors waiting.
+        let locked = directory.lock(waiter)?;
+        if let Ok(Probe::Dead { found, is_proven: true }) = locked.probe(&name) {
+            reclaimed.extend(reclaim(directory, locked, &name, found));
+        }
+    }
+    Ok(reclaimed)
+}
+
+/// Takes a dead file's name away and gives its pages back, the slow part of it without the lock.
+pub fn reclaim(directory: &Directory, locked: Locked<'_>, name: &CStr, found: Found) -> Option<Reclaimed> {
+    let _freeing = directory.begin_freeing();
+    let was_removed = locked.drop_dead_name(name, &found).unwrap_or(false);
+    drop(locked);
+    let bytes = found.allocated_bytes;
+    drop(found);
+    was_removed.then(|| Reclaimed {
+        file_name: name.to_string_lossy().into_owned(),
+        bytes,
+    })
+}
+
+/// Removes the file at `name` if nobody holds it any more.
+///
+/// # Errors
+/// As [`reclaim_dead`].
+pub fn reclaim_if_dead(directory: &Directory, name: &CStr, waiter: &mut Waiter<'_, '_>) -> Result<Option<Reclaimed>> {
+    let locked = directory.lock(waiter)?;
+    Ok(match locked.probe(name)? {
+        Probe::Dead { found, is_proven: true } => reclaim(directory, locked, name, found),
+        Probe::Dead { .. } | Probe::Live(_) | Probe::Absent => None,
+    })
+}

@@ -1,0 +1,100 @@
+//! Deadlines, pauses and the caller's wish to stop. The pause is pure; only [`Waiter`] sleeps.
+
+use std::ops::ControlFlow;
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Result};
+
+/// Asked between the steps of everything that can take long; `Break` means stop and undo.
+/// The Python binding looks for signals here.
+pub type Checkpoint<'a> = dyn FnMut() -> ControlFlow<()> + 'a;
+
+const SHORTEST_PAUSE: Duration = Duration::from_micros(50);
+const LONGEST_PAUSE: Duration = Duration::from_millis(10);
+
+/// How long to sleep after having waited for `elapsed`: a sixteenth of it, within limits. A short
+/// wait is noticed within microseconds, a long one costs a hundred looks a second.
+#[must_use]
+pub fn pause_after(elapsed: Duration) -> Duration {
+    (elapsed / 16).clamp(SHORTEST_PAUSE, LONGEST_PAUSE)
+}
+
+/// One wait: when it began, when it must end, and whom to ask whether it should go on.
+pub struct Waiter<'a, 'c> {
+    began: Instant,
+    limit: Duration,
+    checkpoint: &'a mut Checkpoint<'c>,
+}
+
+impl std::fmt::Debug for Waiter<'_, '_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Waiter")
+            .field("began", &self.began)
+            .field("limit", &self.limit)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<'a, 'c> Waiter<'a, 'c> {
+    pub fn new(limit: Duration, checkpoint: &'a mut Checkpoint<'c>) -> Self {
+        Self {
+            began: Instant::now(),
+            limit,
+            checkpoint,
+        }
+    }
+
+    #[must_use]
+    pub fn elapsed(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    #[must_use]
+    pub fn is_over(&self) -> bool {
+        self.elapsed() >= self.limit
+    }
+
+    /// # Errors
+    /// [`Error::Interrupted`] if the caller wants to stop.
+    pub fn checkpoint(&mut self) -> Result<()> {
+        match (self.checkpoint)() {
+            ControlFlow::Continue(()) => Ok(()),
+            ControlFlow::Break(()) => Err(Error::Interrupted),
+        }
+    }
+
+    /// Sleeps for a pause that fits a wait that began at `since`, never past the end of the whole.
+    ///
+    /// # Errors
+    /// [`Error::Interrupted`] if the caller wants to stop.
+    pub fn pause(&mut self, since: Instant) -> Result<()> {
+        self.checkpoint()?;
+        let left = self.limit.saturating_sub(self.elapsed());
+        std::thread::sleep(pause_after(since.elapsed()).min(left));
+        Ok(())
+    }
+}
+
+/// A checkpoint that never stops.
+pub fn never_stop() -> impl FnMut() -> ControlFlow<()> {
+    || ControlFlow::Continue(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pauses_grow_with_the_wait_and_stay_within_limits() {
+        assert_eq!(pause_after(Duration::ZERO), SHORTEST_PAUSE);
+        assert_eq!(pause_after(Duration::from_millis(32)), Duration::from_millis(2));
+        assert_eq!(pause_after(Duration::from_secs(3600)), LONGEST_PAUSE);
+    }
+
+    #[test]
+    fn a_break_ends_the_wait() {
+        let mut stop = || ControlFlow::Break(());
+        let mut waiter = Waiter::new(Duration::from_secs(60), &mut stop);
+        assert!(matches!(waiter.pause(Instant::now()), Err(Error::Interrupted)));
+    }
+}
