@@ -22,7 +22,7 @@ use nix::libc;
 use nix::sys::stat::{FileStat, Mode as Permissions, fchmod, fstat, fstatat};
 use nix::unistd::{UnlinkatFlags, geteuid, linkat, unlinkat};
 
-use crate::error::{Error, Result, WaitState};
+use crate::error::{Available, Error, Resource, Result, WaitState};
 use crate::holders::{self, FileIdentity};
 use crate::lock::{self, Exclusive, Freeing};
 use crate::spec::{EngineId, Geometry};
@@ -30,6 +30,8 @@ use crate::wait::{Checkpoint, Waiter};
 
 /// Files that a killed process left between making and naming, where `O_TMPFILE` is refused.
 const UNNAMED_PREFIX: &str = ".vllm_ec_unnamed_";
+/// The living hold the directory's lock for microseconds: even a wait that is over waits this long for it.
+const LOCK_GRACE: Duration = Duration::from_millis(100);
 /// Readable and writable by the owner, by nobody else.
 const PERMISSIONS: Permissions = Permissions::from_bits_truncate(0o600);
 
@@ -81,7 +83,7 @@ impl Directory {
             if let Some(locked) = self.try_lock()? {
                 return Ok(locked);
             }
-            if waiter.is_over() {
+            if waiter.is_over() && since.elapsed() >= LOCK_GRACE {
                 return Err(Error::Timeout {
                     path: self.path.clone(),
                     waited: waiter.elapsed(),
@@ -369,7 +371,7 @@ impl Locked<'_> {
             Err(Errno::EOPNOTSUPP | Errno::EISDIR | Errno::ENOENT | Errno::EINVAL | Errno::ENOSYS) => {
                 return Ok(Published::Refused);
             }
-            Err(errno) => return Err(Error::os("open", self.directory.join(name), errno)),
+            Err(errno) => return Err(self.cannot_make(name, geometry, errno)),
         };
         self.make_ready(name, &fd, geometry)?;
         // The documented way to name an O_TMPFILE file without privilege, open(2).
@@ -399,7 +401,7 @@ impl Locked<'_> {
         let unnamed = CString::new(format!("{UNNAMED_PREFIX}{}_{stamp}", std::process::id())).unwrap_or_default();
         let flags = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_RDWR | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
         let fd = openat(directory, unnamed.as_c_str(), flags, PERMISSIONS)
-            .map_err(|errno| Error::os("open", self.directory.join(name), errno))?;
+            .map_err(|errno| self.cannot_make(name, geometry, errno))?;
         let published = self.make_ready(name, &fd, geometry).and_then(|()| {
             match renameat2(
                 directory,
@@ -419,6 +421,23 @@ impl Locked<'_> {
                 let _ = unlinkat(directory, unnamed.as_c_str(), UnlinkatFlags::NoRemoveDir);
                 published.map(|_| None)
             }
+        }
+    }
+
+    /// A new file takes an inode and no bytes, so what ran out is inodes.
+    fn cannot_make(&self, name: &CStr, geometry: Geometry, errno: Errno) -> Error {
+        match (errno, self.directory.room()) {
+            (Errno::ENOSPC | Errno::EDQUOT, Ok(room)) => Error::NoSpace {
+                path: self.directory.join(name),
+                resource: Resource::Inodes,
+                wanted_bytes: geometry.total_bytes() as u64,
+                available: Available::Inodes {
+                    free: room.free_inodes,
+                    total: room.total_inodes,
+                },
+                errno: errno as i32,
+            },
+            _ => Error::os("open", self.directory.join(name), errno),
         }
     }
 

@@ -24,6 +24,9 @@ pub const DEV_SHM: &str = "/dev/shm";
 /// `close` waits this long for the directory's lock, then leaves the file to the next constructor.
 const CLOSE_PATIENCE: Duration = Duration::from_secs(1);
 
+/// A region is found or made within four looks, unless names keep changing hands.
+const MAX_LOOKS_PAST_THE_END: u32 = 16;
+
 /// What this process is to the region's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
@@ -276,15 +279,14 @@ impl Opening<'_> {
     /// and a creator that dies is replaced by the first who looks.
     fn find_or_make(&mut self, waiter: &mut Waiter<'_, '_>) -> Result<(Role, File)> {
         let since = Instant::now();
-        let mut last_look = false;
+        let mut looks_past_the_end = 0;
         loop {
             waiter.checkpoint()?;
+            looks_past_the_end += u32::from(waiter.is_over());
             let give_up = match self.look(waiter)? {
                 Look::Done(role, file) => return Ok((role, file)),
-                Look::Again if !waiter.is_over() || !last_look => {
-                    last_look = waiter.is_over();
-                    continue;
-                }
+                // Looks that follow each other take no time, so even a timeout of 0 may make progress.
+                Look::Again if looks_past_the_end < MAX_LOOKS_PAST_THE_END => continue,
                 Look::Again => self.timeout(waiter, WaitState::Unsettled),
                 Look::Wait(state) => self.timeout(waiter, state),
                 Look::WaitForSpace(error) => error,

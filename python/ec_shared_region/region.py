@@ -168,17 +168,13 @@ class ECSharedRegion(_core.Region):
         torch = _import_torch()
         if torch is not None and not torch.cuda.is_available():
             return
-        try:
-            outcome = self._pin(torch and torch.cuda.cudart)
-        except RuntimeError as error:  # torch.cuda.cudart() where there is no driver
-            logger.warning("host memory of %s is not pinned, copies will be slower: %s", self._mmap_path, error)
-            return
+        outcome = self._pin(torch and torch.cuda.cudart)
         self._is_pinned = outcome.is_pinned
         if outcome.is_pinned:
             logger.info("pinned %s: %d bytes, through %s", self._mmap_path, self._blocks_nbytes, outcome.backend)
         elif outcome.backend is not None:
             logger.warning(
-                "cudaHostRegister failed for %d bytes of host memory of %s: code=%d (%s); "
+                "cudaHostRegister failed for %d bytes of host memory of %s: code=%s (%s); "
                 "the region works, but copies to and from the GPU will be slower",
                 self._blocks_nbytes,
                 self._mmap_path,

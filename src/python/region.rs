@@ -9,7 +9,7 @@ use std::os::unix::fs::MetadataExt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 
-use pyo3::exceptions::{PyBufferError, PyRuntimeError};
+use pyo3::exceptions::{PyBufferError, PyException, PyRuntimeError};
 use pyo3::ffi;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
@@ -119,7 +119,10 @@ impl PyRegion {
     }
 
     /// Creates or joins the region. Raises the exceptions of `ec_shared_region.errors`.
-    #[expect(clippy::too_many_arguments, reason = "the arguments of the Python constructor, one to one")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "the arguments of the Python constructor, one to one"
+    )]
     fn _open(
         &self,
         py: Python<'_>,
@@ -200,7 +203,19 @@ impl PyRegion {
         let (backend, registrar): (_, Box<dyn HostRegistrar>) = match py.detach(cuda_registrar) {
             Ok(registrar) => ("cudart", registrar),
             Err(nobody) => match torch_cudart {
-                Some(torch_cudart) => ("torch", Box::new(TorchCudart::new(torch_cudart.call0()?.unbind()))),
+                Some(torch_cudart) => match torch_cudart.call0() {
+                    Ok(cudart) => ("torch", Box::new(TorchCudart::new(cudart.unbind()))),
+                    // What torch raises where it has no driver is an answer; Ctrl-C is not.
+                    Err(raised) if raised.is_instance_of::<PyException>(py) => {
+                        return Ok(PyPinOutcome {
+                            is_pinned: false,
+                            backend: Some("torch"),
+                            code: nobody.map(|refusal| refusal.code),
+                            name: Some(raised.to_string()),
+                        });
+                    }
+                    Err(raised) => return Err(raised),
+                },
                 None => {
                     return Ok(PyPinOutcome {
                         is_pinned: false,
