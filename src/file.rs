@@ -357,10 +357,35 @@ impl Locked<'_> {
     /// [`Error::Os`]; nothing is left behind.
     pub fn publish(&self, name: &CStr, geometry: Geometry) -> Result<Option<File>> {
         match self.publish_unnamed(name, geometry)? {
-            Published::Yes(file) => Ok(Some(file)),
+            Published::Yes(unnamed) => self.reopen_by_name(name, unnamed, geometry),
             Published::NameTaken => Ok(None),
             Published::Refused => self.publish_renamed(name, geometry),
         }
+    }
+
+    /// An `O_TMPFILE` file goes by `#inode (deleted)` in /proc for as long as it is open, whatever its name:
+    /// nobody could tell whose memory it is. So the signs of life move to an open file that knows its name.
+    /// Others look only under the directory's lock, which we hold, so they see no gap.
+    fn reopen_by_name(&self, name: &CStr, unnamed: File, geometry: Geometry) -> Result<Option<File>> {
+        let os = |call| move |source: io::Error| Error::os(call, self.directory.join(name), source);
+        let flags = OFlag::O_RDWR | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
+        let named = match openat(&self.directory.fd, name, flags, Permissions::empty()) {
+            Ok(named) => named,
+            Err(Errno::ENOENT) => return Ok(None),
+            Err(errno) => {
+                let _ = self.drop_name(name, &unnamed);
+                return Err(os("open")(errno.into()));
+            }
+        };
+        let stat = |fd: &dyn AsRawFd| stat_of(fd.as_raw_fd()).map_err(os("fstat"));
+        if identity(&stat(&named)?) != identity(&stat(&unnamed)?) {
+            return Ok(None);
+        }
+        // "Preparing" is exclusive: the old open file must give it up first. "Life" knows no gap, for those
+        // who look without our lock.
+        lock::end_preparing(&unnamed).map_err(os("fcntl"))?;
+        self.show_life(name, &named, geometry)?;
+        Ok(Some(named.into()))
     }
 
     fn publish_unnamed(&self, name: &CStr, geometry: Geometry) -> Result<Published> {
@@ -446,6 +471,12 @@ impl Locked<'_> {
         fchmod(fd, PERMISSIONS).map_err(|errno| os("fchmod")(errno.into()))?; // the umask does not matter
         let size = libc::off_t::try_from(geometry.total_bytes()).unwrap_or(libc::off_t::MAX);
         nix::unistd::ftruncate(fd, size).map_err(|errno| os("ftruncate")(errno.into()))?;
+        self.show_life(name, fd, geometry)
+    }
+
+    /// The signs of a creator at work.
+    fn show_life(&self, name: &CStr, fd: &OwnedFd, geometry: Geometry) -> Result<()> {
+        let os = |call| move |source: io::Error| Error::os(call, self.directory.join(name), source);
         lock::hold_shared(fd).map_err(os("flock"))?;
         lock::begin_preparing(fd).map_err(os("fcntl"))?;
         lock::announce_block_size(fd, geometry.block_size_bytes()).map_err(os("fcntl"))
@@ -580,14 +611,7 @@ mod tests {
     #[test]
     fn both_ways_of_publishing_give_the_same_file() {
         with_locked(|path, locked| {
-            let unnamed = match locked.publish_unnamed(c"vllm_ec_a.mmap", shape(8, 64)).unwrap() {
-                Published::Yes(file) => file,
-                Published::NameTaken => panic!("the directory is empty"),
-                Published::Refused => {
-                    eprintln!("skipped: O_TMPFILE is refused here");
-                    return;
-                }
-            };
+            let unnamed = locked.publish(c"vllm_ec_a.mmap", shape(8, 64)).unwrap().unwrap();
             let renamed = locked
                 .publish_renamed(c"vllm_ec_b.mmap", shape(8, 64))
                 .unwrap()
@@ -598,6 +622,8 @@ mod tests {
                 assert_eq!(meta.permissions().mode() & 0o7777, 0o600);
                 assert_eq!(meta.ino(), file.metadata().unwrap().ino());
                 assert_eq!(meta.nlink(), 1);
+                let shown = std::fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd())).unwrap();
+                assert_eq!(shown, path.join(format!("vllm_ec_{name}.mmap")));
             }
             assert_eq!(std::fs::read_dir(path).unwrap().count(), 2);
         });
