@@ -7,9 +7,12 @@ ci/env.sh build project demo "$@"
 lock_checkout
 
 # The name is the wheel's content: sources, build configuration, compilers.
+sources=()
+for path in Cargo.toml Cargo.lock build.rs .cargo pyproject.toml README.md LICENSE src python; do
+    [[ ! -e $path ]] || sources+=("$path")
+done
 digest=$({
-    find Cargo.toml Cargo.lock build.rs .cargo pyproject.toml README.md LICENSE src python \
-        -name __pycache__ -prune -o -name '*.so' -prune -o -type f -print0 2>/dev/null | sort -z | xargs -0 sha256sum
+    find "${sources[@]}" -name __pycache__ -prune -o -name '*.so' -prune -o -type f -print0 | sort -z | xargs -0 sha256sum
     rustc -Vv
     "$VENV_PYTHON" -m maturin --version
     env | grep -E '^(RUSTFLAGS|CARGO_PROFILE_|CARGO_ENCODED_RUSTFLAGS|MATURIN_)' || true

@@ -1,6 +1,6 @@
 //! One flat, pinned region of `/dev/shm`, shared by every process of an inference engine.
 //!
-//! The path of the data, from top to bottom: [`spec`] says what is wanted, [`file`] finds or makes the
+//! The path of the data, from top to bottom: [`spec`] says what is wanted, [`mod@file`] finds or makes the
 //! file, with [`lock`] and [`holders`] for signs of life and [`wait`] for time, [`mapping`] maps it,
 //! [`prefault`] puts pages behind it, [`pin`] registers it with a device ([`cuda`] is the only file that
 //! names cudarc), and [`region`] is the state machine over all of them. [`reap`] removes what the dead

@@ -1,5 +1,9 @@
 from collections.abc import Callable
-from typing import Any, TypedDict, final
+from typing import Any, Self, TypedDict, final
+
+from typing_extensions import disjoint_base
+
+__all__ = ["Mapping", "OpenReport", "PinOutcome", "Region", "build_info", "wait_for_file_size"]
 
 class _BuildInfo(TypedDict):
     version: str
@@ -12,8 +16,9 @@ class _BuildInfo(TypedDict):
 def build_info() -> _BuildInfo: ...
 def wait_for_file_size(fd: int, expected_size: int, timeout: float = 30.0) -> None: ...
 
+@disjoint_base
 class Region:
-    def __new__(cls, *_args: Any, **_kwargs: Any) -> Region: ...
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> Self: ...
     def _open(
         self,
         engine_id: str,

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
 
 use crate::Error;
 use crate::error::WaitState;
@@ -32,6 +33,15 @@ fn class_name(error: &Error) -> &'static str {
     }
 }
 
+/// Imported once, with the extension: an error may come where nothing can be imported any more, for lack
+/// of descriptors or rights.
+static ERRORS: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+
+pub(super) fn module(py: Python<'_>) -> PyResult<&Bound<'_, PyModule>> {
+    let module = ERRORS.get_or_try_init(py, || py.import("ec_shared_region.errors").map(Bound::unbind))?;
+    Ok(module.bind(py))
+}
+
 pub(super) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
     build(py, error).unwrap_or_else(|failure| {
         let plain = PyRuntimeError::new_err(error.to_string());
@@ -41,9 +51,9 @@ pub(super) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
 }
 
 fn build(py: Python<'_>, error: &Error) -> PyResult<PyErr> {
-    let class = py.import("ec_shared_region.errors")?.getattr(class_name(error))?;
+    let class = module(py)?.getattr(class_name(error))?;
     let exception = match (error.errno(), error.path()) {
-        (Some(errno), Some(path)) => class.call1((errno, error.to_string(), path))?,
+        (Some(errno), Some(path)) => class.call1((errno, error.to_string(), path.as_os_str()))?,
         _ => class.call1((error.to_string(),))?,
     };
     exception.setattr("hint", error.hint())?;

@@ -5,6 +5,7 @@
 mod buffer;
 mod errors;
 mod region;
+mod thread;
 mod torch_cudart;
 
 use std::ops::ControlFlow;
@@ -23,21 +24,26 @@ fn run_detached<T: Send>(
     work: impl Send + FnOnce(&mut crate::wait::Checkpoint<'_>) -> crate::Result<T>,
 ) -> PyResult<T> {
     let (result, raised) = py.detach(|| {
+        let runs_handlers = thread::runs_signal_handlers();
+        let began = Instant::now();
         let mut raised = None;
-        let mut last_look = Instant::now();
+        let mut last_look = began;
         let result = work(&mut || {
-            if last_look.elapsed() < SIGNAL_INTERVAL {
+            if !runs_handlers || last_look.elapsed() < SIGNAL_INTERVAL {
                 return ControlFlow::Continue(());
             }
             last_look = Instant::now();
-            match Python::attach(|py| py.check_signals()) {
-                Ok(()) => ControlFlow::Continue(()),
-                Err(error) => {
+            match Python::try_attach(|py| py.check_signals()) {
+                Some(Err(error)) => {
                     raised = Some(error);
                     ControlFlow::Break(())
                 }
+                Some(Ok(())) | None => ControlFlow::Continue(()),
             }
         });
+        if !runs_handlers && began.elapsed() > SIGNAL_INTERVAL {
+            thread::end_with_the_interpreter();
+        }
         (result, raised)
     });
     match (result, raised) {
@@ -84,6 +90,8 @@ fn wait_for_file_size(py: Python<'_>, fd: i32, expected_size: u64, timeout: f64)
 #[pymodule]
 #[pyo3(gil_used = false)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    errors::module(module.py())?;
+    thread::learn_main_thread(module.py())?;
     module.add_class::<region::PyRegion>()?;
     module.add_class::<region::PyOpenReport>()?;
     module.add_class::<region::PyPinOutcome>()?;

@@ -6,8 +6,9 @@
 use std::ffi::c_int;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::thread::ThreadId;
 
 use pyo3::exceptions::{PyBufferError, PyException, PyRuntimeError};
 use pyo3::ffi;
@@ -15,7 +16,7 @@ use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyTuple};
 
 use super::buffer::{self, PyMapping, Shape};
-use super::torch_cudart::TorchCudart;
+use super::torch_cudart::{Interrupted, TorchCudart};
 use super::{errors, run_detached};
 use crate::mapping::Mapping;
 use crate::pin::{HostRegistrar, MAX_PIECE_BYTES, Refusal};
@@ -74,6 +75,10 @@ pub(super) struct PyRegion {
     state: Mutex<Option<Region>>,
     exporter: Mutex<Exporter>,
     owner_pid: AtomicU32,
+    /// The thread that pins, while it does: a signal handler that runs in it must not wait for it.
+    pinning_thread: Mutex<Option<ThreadId>>,
+    /// Such a handler asked to close: the thread does it when the registration has ended.
+    close_after_pin: AtomicBool,
 }
 
 impl PyRegion {
@@ -115,6 +120,8 @@ impl PyRegion {
                 is_lent: false,
             }),
             owner_pid: AtomicU32::new(std::process::id()),
+            pinning_thread: Mutex::new(None),
+            close_after_pin: AtomicBool::new(false),
         }
     }
 
@@ -200,11 +207,15 @@ impl PyRegion {
     /// through what the callable `torch_cudart` returns, where one is given.
     #[pyo3(signature = (torch_cudart = None))]
     fn _pin(&self, py: Python<'_>, torch_cudart: Option<Bound<'_, PyAny>>) -> PyResult<PyPinOutcome> {
+        let interrupted = Interrupted::default();
         let (backend, registrar): (_, Box<dyn HostRegistrar>) = match py.detach(cuda_registrar) {
             Ok(registrar) => ("cudart", registrar),
             Err(nobody) => match torch_cudart {
                 Some(torch_cudart) => match torch_cudart.call0() {
-                    Ok(cudart) => ("torch", Box::new(TorchCudart::new(cudart.unbind()))),
+                    Ok(cudart) => (
+                        "torch",
+                        Box::new(TorchCudart::new(cudart.unbind(), interrupted.clone())),
+                    ),
                     // What torch raises where it has no driver is an answer; Ctrl-C is not.
                     Err(raised) if raised.is_instance_of::<PyException>(py) => {
                         return Ok(PyPinOutcome {
@@ -226,6 +237,7 @@ impl PyRegion {
                 }
             },
         };
+        *lock(&self.pinning_thread) = Some(std::thread::current().id());
         let pinned = py.detach(|| {
             let mut state = self.state().ok_or(PinError::Closed)?;
             let region = state
@@ -234,6 +246,16 @@ impl PyRegion {
                 .ok_or(PinError::Closed)?;
             region.pin(registrar, MAX_PIECE_BYTES)
         });
+        *lock(&self.pinning_thread) = None;
+        if self.close_after_pin.swap(false, Ordering::Relaxed) {
+            self._close(py);
+            return Err(interrupted
+                .take()
+                .unwrap_or_else(|| errors::to_python(py, &crate::Error::Closed)));
+        }
+        if let Some(raised) = interrupted.take() {
+            return Err(raised);
+        }
         match pinned {
             Ok(()) => Ok(PyPinOutcome {
                 is_pinned: true,
@@ -254,6 +276,10 @@ impl PyRegion {
     /// Lets go of everything, see `cleanup`; waits for a registration in progress. Returns what could
     /// not be done, as text. Closing again does nothing.
     fn _close(&self, py: Python<'_>) -> Vec<String> {
+        if *lock(&self.pinning_thread) == Some(std::thread::current().id()) {
+            self.close_after_pin.store(true, Ordering::Relaxed);
+            return Vec::new();
+        }
         py.detach(|| {
             let mapping = self.stop_exporting();
             let region = self.state().and_then(|mut state| state.take());

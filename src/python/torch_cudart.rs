@@ -1,6 +1,9 @@
 //! `torch.cuda.cudart()` as a registrar: for builds whose runtime cudarc cannot reach (ROCm, a runtime
 //! linked statically), and for callers' tests that replace it.
 
+use std::sync::{Arc, Mutex, PoisonError};
+
+use pyo3::exceptions::PyException;
 use pyo3::prelude::*;
 
 use crate::pin::{HostRegistrar, Refusal};
@@ -10,16 +13,33 @@ const UNKNOWN: i32 = 999;
 /// `cudaHostRegisterPortable`.
 const PORTABLE: u32 = 1;
 
-pub(super) struct TorchCudart(Py<PyAny>);
+/// What a signal handler raised during a call (`KeyboardInterrupt`): the user's, and no answer of a runtime.
+#[derive(Clone, Default)]
+pub(super) struct Interrupted(Arc<Mutex<Option<PyErr>>>);
+
+impl Interrupted {
+    fn put(&self, raised: PyErr) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(raised);
+    }
+
+    pub(super) fn take(&self) -> Option<PyErr> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+pub(super) struct TorchCudart {
+    cudart: Py<PyAny>,
+    interrupted: Interrupted,
+}
 
 impl TorchCudart {
-    pub(super) fn new(cudart: Py<PyAny>) -> Self {
-        Self(cudart)
+    pub(super) fn new(cudart: Py<PyAny>, interrupted: Interrupted) -> Self {
+        Self { cudart, interrupted }
     }
 
     fn call(&self, method: &str, args: impl for<'py> pyo3::call::PyCallArgs<'py>) -> Result<(), Refusal> {
         Python::attach(|py| {
-            let answer = self.0.bind(py).call_method1(method, args).and_then(|result| {
+            let answer = self.cudart.bind(py).call_method1(method, args).and_then(|result| {
                 // An enum of the binding, or a plain number.
                 let code = result.getattr("value").unwrap_or_else(|_| result.clone());
                 let name = result.getattr("name").and_then(|name| name.extract::<String>());
@@ -28,10 +48,13 @@ impl TorchCudart {
             match answer {
                 Ok((0, _)) => Ok(()),
                 Ok((code, name)) => Err(Refusal { code, name }),
-                Err(raised) => Err(Refusal {
-                    code: UNKNOWN,
-                    name: raised.to_string(),
-                }),
+                Err(raised) => {
+                    let name = raised.to_string();
+                    if !raised.is_instance_of::<PyException>(py) {
+                        self.interrupted.put(raised);
+                    }
+                    Err(Refusal { code: UNKNOWN, name })
+                }
             }
         })
     }
