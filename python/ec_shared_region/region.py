@@ -224,9 +224,7 @@ class ECSharedRegion(_core.Region):
         return f"<{type(self).__name__} {self.engine_id!r}: {shape}, {role}, {state}>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"cannot pickle {type(self).__name__}: open the region by its engine_id in the other process"
-        )
+        raise TypeError(f"cannot pickle {type(self).__name__}: open the region by its engine_id in the other process")
 
 
 def _import_torch() -> Any:
@@ -269,9 +267,7 @@ def _whole_number(what: str, value: Any) -> int:
         raise _argument_error(errors.ArgumentTypeError, text, hint)
     number = operator.index(value)
     if number < 0:
-        raise _argument_error(
-            errors.InvalidArgumentError, f"invalid {what}: {number}: it must be at least 1", hint
-        )
+        raise _argument_error(errors.InvalidArgumentError, f"invalid {what}: {number}: it must be at least 1", hint)
     if number >= 1 << 62:
         shown = f"{number:.3e}" if number < 1 << 1000 else f"an integer of {number.bit_length()} bits"
         raise _argument_error(
@@ -296,5 +292,3 @@ def _seconds(what: str, value: Any) -> float:
 def _cleanup_at_exit() -> None:
     for region in list(_open_regions):
         region.cleanup()
-
-
