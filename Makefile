@@ -2,7 +2,7 @@
 # `make` alone lists the targets. ARGS goes on to the program that a target ends in: `make demo ARGS=--json`.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-rust test-python wheel aarch64 bench install clean distclean
+.PHONY: help demo test lint test-rust test-python test-gpu wheel aarch64 bench bench-gpu install clean distclean
 # One step at a time, also under `make -j`: cargo uses every core by itself.
 .NOTPARALLEL:
 
@@ -26,6 +26,9 @@ test-rust: ## run the tests of the Rust core only
 test-python: ## run the Python tests only, on the installed wheel; ARGS goes to pytest
 	@ci/test.sh python $(ARGS)
 
+test-gpu: ## run the tests that need a GPU; ARGS goes to pytest
+	@ci/test.sh python -m gpu $(ARGS)
+
 wheel: ## build a manylinux_2_17 wheel for this machine's processor into dist/, and inspect it
 	@ci/wheel.sh
 
@@ -34,6 +37,9 @@ aarch64: ## cross-build the aarch64 wheel into dist/, and inspect it (it is not 
 
 bench: ## run the criterion benches; ARGS goes to cargo bench
 	@ci/bench.sh $(ARGS)
+
+bench-gpu: ## registration and copies on this machine's GPU; ARGS goes to benches/gpu.py
+	@ci/bench_gpu.sh $(ARGS)
 
 install: ## build and install the wheel in .venv, and stop there
 	@ci/install.sh

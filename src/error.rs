@@ -184,6 +184,8 @@ pub enum WaitState {
     NotSized { wanted_bytes: u64, seen_bytes: u64 },
     /// A live creator that is reserving the bytes.
     BeingPrepared { wanted_bytes: u64 },
+    /// Another process holds the file's lock exclusively.
+    FileLocked,
     /// Another process holds the directory's lock.
     DirectoryLocked,
     /// Names came and went under this constructor for all of its time.
@@ -217,6 +219,7 @@ impl std::fmt::Display for WaitState {
                 f,
                 "being prepared: wanted {wanted_bytes} bytes, a live creator is reserving them"
             ),
+            Self::FileLocked => f.write_str("another process holds the lock of the file exclusively"),
             Self::DirectoryLocked => f.write_str("another process holds the lock of the directory"),
             Self::Unsettled => f.write_str("the name kept changing hands"),
         }
@@ -314,7 +317,7 @@ impl Error {
                     WaitState::BeingPrepared { .. } => {
                         "a large region takes seconds to prepare: give a longer timeout"
                     }
-                    WaitState::DirectoryLocked | WaitState::Unsettled => {
+                    WaitState::FileLocked | WaitState::DirectoryLocked | WaitState::Unsettled => {
                         "look for a stopped process that uses /dev/shm (`lslocks` shows it)"
                     }
                 });
@@ -341,7 +344,7 @@ impl Error {
                 }
                 Some(nix::libc::EMFILE | nix::libc::ENFILE) => "raise the limit of open files (`ulimit -n`)".into(),
                 Some(nix::libc::ENOMEM) => "the address space or the memory of this process is limited (`ulimit -v`, cgroup)".into(),
-                _ => return None,
+                _ => "the kernel or a sandbox did not let it happen: the manual page of the call explains the error".into(),
             },
         };
         Some(text)

@@ -108,7 +108,7 @@ impl Directory {
     /// `None` where the kernel refuses the lock: then they only fail sooner.
     #[must_use]
     pub fn begin_freeing(&self) -> Option<Freeing> {
-        Freeing::begin(self.reopen().ok()?).ok()
+        self.reopen().map(Freeing::begin).ok()
     }
 
     #[must_use]
@@ -200,12 +200,12 @@ impl Found {
     /// The block size that a living holder of ours announced.
     #[must_use]
     pub fn announced_block_size(&self) -> Option<u64> {
-        lock::announced_block_size(&self.fd).ok().flatten()
+        lock::announced_block_size(&self.fd)
     }
 
     #[must_use]
     pub fn is_being_prepared(&self) -> bool {
-        lock::is_being_prepared(&self.fd).unwrap_or(false)
+        lock::is_being_prepared(&self.fd)
     }
 }
 
@@ -323,30 +323,33 @@ impl Locked<'_> {
         })
     }
 
-    /// Opens a live file for sharing, with our own sign of life on it. `None` where the name changed
-    /// hands or somebody is probing it without our lock: look again.
+    /// Opens a live file for sharing, with our own sign of life on it.
     ///
     /// # Errors
     /// [`Error::Os`].
-    pub fn attach(&self, name: &CStr, found: &Found, geometry: Geometry) -> Result<Option<File>> {
+    pub fn attach(&self, name: &CStr, found: &Found, geometry: Geometry) -> Result<Attach> {
         let os = |call| move |source: io::Error| Error::os(call, self.directory.join(name), source);
         // No O_CREAT: fs.protected_regular refuses it on files in sticky directories, proc_sys_fs(5).
         let flags = OFlag::O_RDWR | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
         let fd = match openat(&self.directory.fd, name, flags, Permissions::empty()) {
             Ok(fd) => fd,
-            Err(Errno::ENOENT | Errno::EWOULDBLOCK) => return Ok(None),
+            Err(Errno::ENOENT) => return Ok(Attach::NameChanged),
+            Err(Errno::EWOULDBLOCK) => return Ok(Attach::Locked), // somebody's lease
             Err(errno) => return Err(os("open")(errno.into())),
         };
         let stat = fstat(&fd).map_err(|errno| os("fstat")(errno.into()))?;
         let probed = fstat(&found.fd).map_err(|errno| os("fstat")(errno.into()))?;
-        if identity(&stat) != identity(&probed) || !lock::hold_shared(&fd).map_err(os("flock"))? {
-            return Ok(None);
+        if identity(&stat) != identity(&probed) {
+            return Ok(Attach::NameChanged);
         }
-        lock::announce_block_size(&fd, geometry.block_size_bytes()).map_err(os("fcntl"))?;
+        if !lock::hold_shared(&fd).map_err(os("flock"))? {
+            return Ok(Attach::Locked);
+        }
+        lock::announce_block_size(&fd, geometry.block_size_bytes());
         // After locking, look again whether the name is still that file.
         match self.stat(name)? {
-            Some(now) if identity(&now) == identity(&stat) => Ok(Some(fd.into())),
-            _ => Ok(None),
+            Some(now) if identity(&now) == identity(&stat) => Ok(Attach::Attached(fd.into())),
+            _ => Ok(Attach::NameChanged),
         }
     }
 
@@ -383,7 +386,7 @@ impl Locked<'_> {
         }
         // "Preparing" is exclusive: the old open file must give it up first. "Life" knows no gap, for those
         // who look without our lock.
-        lock::end_preparing(&unnamed).map_err(os("fcntl"))?;
+        lock::end_preparing(&unnamed);
         self.show_life(name, &named, geometry)?;
         Ok(Some(named.into()))
     }
@@ -478,8 +481,9 @@ impl Locked<'_> {
     fn show_life(&self, name: &CStr, fd: &OwnedFd, geometry: Geometry) -> Result<()> {
         let os = |call| move |source: io::Error| Error::os(call, self.directory.join(name), source);
         lock::hold_shared(fd).map_err(os("flock"))?;
-        lock::begin_preparing(fd).map_err(os("fcntl"))?;
-        lock::announce_block_size(fd, geometry.block_size_bytes()).map_err(os("fcntl"))
+        lock::begin_preparing(fd);
+        lock::announce_block_size(fd, geometry.block_size_bytes());
+        Ok(())
     }
 
     /// Takes the name away if it still stands for this very file (G7), and says whether it did.
@@ -497,6 +501,16 @@ impl Locked<'_> {
     pub fn drop_dead_name(&self, name: &CStr, found: &Found) -> Result<bool> {
         self.drop_name(name, &found.fd)
     }
+}
+
+/// What an attempt to attach came to.
+#[derive(Debug)]
+pub enum Attach {
+    Attached(File),
+    /// Look again.
+    NameChanged,
+    /// Somebody who does not take the directory's lock holds the file exclusively.
+    Locked,
 }
 
 enum Published {

@@ -9,6 +9,8 @@
 pub mod error;
 pub mod file;
 pub mod holders;
+#[cfg(feature = "cuda")]
+pub mod locate;
 pub mod lock;
 pub mod mapping;
 pub mod pin;

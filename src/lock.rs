@@ -84,39 +84,41 @@ fn byte_lock(lock_type: libc::c_int, start: i64, len: i64) -> libc::flock {
     }
 }
 
-fn set(fd: &impl AsFd, lock_type: libc::c_int, start: i64) -> io::Result<()> {
-    fcntl(fd, FcntlArg::F_OFD_SETLK(&byte_lock(lock_type, start, 1)))?;
-    Ok(())
+// OFD locks are announcements: nobody waits for one, and none is ever refused to us. Where a sandbox has
+// none of them, nothing is announced, and everybody does what they do with a file of the original class:
+// compare the size, and reserve what is missing.
+
+fn set(fd: &impl AsFd, lock_type: libc::c_int, start: i64) {
+    let _ = fcntl(fd, FcntlArg::F_OFD_SETLK(&byte_lock(lock_type, start, 1)));
 }
 
 /// The first lock of another open file that stands against a write lock on the range.
-fn conflict(fd: &impl AsFd, start: i64, len: i64) -> io::Result<Option<i64>> {
+fn conflict(fd: &impl AsFd, start: i64, len: i64) -> Option<i64> {
     let mut query = byte_lock(libc::F_WRLCK, start, len);
-    fcntl(fd, FcntlArg::F_OFD_GETLK(&mut query))?;
-    Ok((i32::from(query.l_type) != libc::F_UNLCK).then_some(query.l_start))
+    fcntl(fd, FcntlArg::F_OFD_GETLK(&mut query)).ok()?;
+    (i32::from(query.l_type) != libc::F_UNLCK).then_some(query.l_start)
 }
 
 /// Announces the block size to everybody who opens the file, for as long as it stays open here.
-pub fn announce_block_size(fd: &impl AsFd, block_size_bytes: usize) -> io::Result<()> {
-    set(fd, libc::F_RDLCK, GEOMETRY + block_size_bytes as i64)
+pub fn announce_block_size(fd: &impl AsFd, block_size_bytes: usize) {
+    set(fd, libc::F_RDLCK, GEOMETRY + block_size_bytes as i64);
 }
 
 /// The block size that a live holder announced. `None` where no holder of ours is left.
-pub fn announced_block_size(fd: &impl AsFd) -> io::Result<Option<u64>> {
-    let start = conflict(fd, GEOMETRY, 0)?;
-    Ok(start.and_then(|start| u64::try_from(start - GEOMETRY).ok()))
+pub fn announced_block_size(fd: &impl AsFd) -> Option<u64> {
+    conflict(fd, GEOMETRY, 0).and_then(|start| u64::try_from(start - GEOMETRY).ok())
 }
 
-pub fn begin_preparing(fd: &impl AsFd) -> io::Result<()> {
-    set(fd, libc::F_WRLCK, PREPARING)
+pub fn begin_preparing(fd: &impl AsFd) {
+    set(fd, libc::F_WRLCK, PREPARING);
 }
 
-pub fn end_preparing(fd: &impl AsFd) -> io::Result<()> {
-    set(fd, libc::F_UNLCK, PREPARING)
+pub fn end_preparing(fd: &impl AsFd) {
+    set(fd, libc::F_UNLCK, PREPARING);
 }
 
-pub fn is_being_prepared(fd: &impl AsFd) -> io::Result<bool> {
-    Ok(conflict(fd, PREPARING, 1)?.is_some())
+pub fn is_being_prepared(fd: &impl AsFd) -> bool {
+    conflict(fd, PREPARING, 1).is_some()
 }
 
 /// "Pages are being given back": constructors that find too little space wait while one exists.
@@ -125,21 +127,21 @@ pub struct Freeing(OwnedFd);
 
 impl Freeing {
     /// `directory` must be an open file of its own.
-    pub fn begin(directory: OwnedFd) -> io::Result<Self> {
-        set(&directory, libc::F_RDLCK, 0)?;
-        Ok(Self(directory))
+    pub fn begin(directory: OwnedFd) -> Self {
+        set(&directory, libc::F_RDLCK, 0);
+        Self(directory)
     }
 }
 
 impl Drop for Freeing {
     fn drop(&mut self) {
-        let _ = set(&self.0, libc::F_UNLCK, 0);
+        set(&self.0, libc::F_UNLCK, 0);
     }
 }
 
 /// Is somebody else giving pages back in this directory?
 pub fn is_freeing(directory: &impl AsFd) -> bool {
-    matches!(conflict(directory, 0, 1), Ok(Some(_)))
+    conflict(directory, 0, 1).is_some()
 }
 
 /// Does any open file, here or in another process, container or namespace, have write access?
@@ -194,11 +196,11 @@ mod tests {
         let pair = file();
         let holder = writer(&pair);
         let reader = File::open(&pair.path).unwrap();
-        assert_eq!(announced_block_size(&reader).unwrap(), None);
-        announce_block_size(&holder, 7168).unwrap();
-        assert_eq!(announced_block_size(&reader).unwrap(), Some(7168));
+        assert_eq!(announced_block_size(&reader), None);
+        announce_block_size(&holder, 7168);
+        assert_eq!(announced_block_size(&reader), Some(7168));
         drop(holder);
-        assert_eq!(announced_block_size(&reader).unwrap(), None);
+        assert_eq!(announced_block_size(&reader), None);
     }
 
     #[test]
@@ -206,10 +208,10 @@ mod tests {
         let pair = file();
         let creator = writer(&pair);
         let reader = File::open(&pair.path).unwrap();
-        begin_preparing(&creator).unwrap();
-        assert!(is_being_prepared(&reader).unwrap());
-        end_preparing(&creator).unwrap();
-        assert!(!is_being_prepared(&reader).unwrap());
+        begin_preparing(&creator);
+        assert!(is_being_prepared(&reader));
+        end_preparing(&creator);
+        assert!(!is_being_prepared(&reader));
     }
 
     #[test]
@@ -250,7 +252,7 @@ mod tests {
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
         let open = || OwnedFd::from(File::open(directory.path()).unwrap());
         let other = open();
-        let freeing = Freeing::begin(open()).unwrap();
+        let freeing = Freeing::begin(open());
         assert!(is_freeing(&other));
         drop(freeing);
         assert!(!is_freeing(&other));

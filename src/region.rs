@@ -7,13 +7,14 @@ use std::fs::File;
 use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::error::{Available, Error, FoundGeometry, Result, WaitState};
-use crate::file::{Directory, Found, Probe, is_backed};
+use crate::file::{Attach, Directory, Found, Probe, is_backed};
 use crate::lock;
 use crate::mapping::{Mapping, page_bytes};
-use crate::pin::{self, HostRegistrar, Pinned, Refusal};
+use crate::pin::{HostRegistrar, PinRefused, PinReport, Pinned, Plan, Refusal};
 use crate::prefault::{self, Access, Method, PrefaultReport};
 use crate::reap::{self, Reclaimed};
 use crate::spec::{Geometry, Mode, Populate, Spec};
@@ -170,7 +171,7 @@ impl Region {
     }
 
     /// Registers the whole mapping with a device, in pieces of at most `max_piece_bytes`, or nothing.
-    /// Does nothing where it is registered already.
+    /// `None` where it is registered already.
     ///
     /// # Errors
     /// [`PinError`].
@@ -178,20 +179,42 @@ impl Region {
         &mut self,
         registrar: Box<dyn HostRegistrar>,
         max_piece_bytes: usize,
-    ) -> std::result::Result<(), PinError> {
+    ) -> std::result::Result<Option<PinReport>, PinError> {
         let mapping = self.mapping.as_ref().ok_or(PinError::Closed)?;
         if self.pinned.is_some() {
-            return Ok(());
+            return Ok(None);
         }
-        let pieces = pin::plan(
-            mapping.len_bytes(),
-            page_bytes(),
-            self.geometry.block_size_bytes(),
-            max_piece_bytes,
-        );
+        let plan = Plan::new(mapping.len_bytes(), page_bytes(), self.geometry.block_size_bytes());
         let base = mapping.as_ptr() as usize;
-        self.pinned = Some(Pinned::register(registrar, base, &pieces).map_err(PinError::Refused)?);
-        Ok(())
+        match Pinned::register(registrar, base, plan, max_piece_bytes) {
+            Ok((pinned, report)) => {
+                self.pinned = Some(pinned);
+                Ok(Some(report))
+            }
+            Err(refused) => {
+                if !refused.not_undone.is_empty() {
+                    keep_for_good(mapping);
+                }
+                Err(PinError::Refused(refused))
+            }
+        }
+    }
+
+    /// Takes the registration back; the region stays open and can be pinned again. False where there was none.
+    ///
+    /// # Errors
+    /// The refusals of the driver; the mapping is then kept for good.
+    pub fn unpin(&mut self) -> std::result::Result<bool, Vec<Refusal>> {
+        let Some(pinned) = self.pinned.take() else {
+            return Ok(false);
+        };
+        if !self.is_owned_here() {
+            std::mem::forget(pinned);
+            return Ok(false);
+        }
+        pinned.release().map(|()| true).inspect_err(|_| {
+            self.mapping.as_ref().map(keep_for_good);
+        })
     }
 
     /// Lets go of everything, in this order: the name (so that it is gone even if the process is
@@ -215,7 +238,7 @@ impl Region {
             report.name_problem = self.directory.drop_own_name(&self.name, &file).err();
         }
         if let Some(Err(refusals)) = pinned.map(Pinned::release) {
-            std::mem::forget(mapping.clone());
+            mapping.as_ref().map(keep_for_good);
             report.unregister_problems = refusals;
         }
         drop(mapping);
@@ -248,9 +271,23 @@ impl Drop for Region {
 pub enum PinError {
     #[error("the region is closed")]
     Closed,
-    #[error("the runtime refused: {0}")]
-    Refused(Refusal),
+    #[error("the runtime refused: {}", .0.refusal)]
+    Refused(Box<PinRefused>),
 }
+
+/// A driver that still has pages registered may use them: they must never be unmapped.
+fn keep_for_good(mapping: &Arc<Mapping>) {
+    KEPT_MAPPINGS.fetch_add(1, Ordering::Relaxed);
+    std::mem::forget(Arc::clone(mapping));
+}
+
+/// Mappings of this process that are kept for good because a driver would not let go of them.
+#[must_use]
+pub fn kept_mappings() -> usize {
+    KEPT_MAPPINGS.load(Ordering::Relaxed)
+}
+
+static KEPT_MAPPINGS: AtomicUsize = AtomicUsize::new(0);
 
 /// A constructor at work.
 struct Opening<'s> {
@@ -356,8 +393,9 @@ impl Opening<'_> {
             Probe::Live(found) => match self.assess(&found)? {
                 Some(state) => Ok(Look::Wait(state)),
                 None => Ok(match locked.attach(&self.name, &found, self.spec.geometry)? {
-                    Some(file) => Look::Done(Role::Joiner, file),
-                    None => Look::Again,
+                    Attach::Attached(file) => Look::Done(Role::Joiner, file),
+                    Attach::NameChanged => Look::Again,
+                    Attach::Locked => Look::Wait(WaitState::FileLocked),
                 }),
             },
         }
@@ -399,7 +437,7 @@ impl Opening<'_> {
         let total = self.spec.geometry.total_bytes();
         let ((), reserve) = prefault::timed(|| prefault::reserve(file, total, &self.directory, &self.path, waiter))?;
         let mapping = self.map(file)?;
-        lock::end_preparing(file).map_err(|source| Error::os("fcntl", &self.path, source))?;
+        lock::end_preparing(file);
         let (method, prefault) = match self.spec.populate {
             Populate::Never => (Method::None, Duration::ZERO),
             Populate::Create | Populate::Join => {

@@ -16,6 +16,7 @@ from .errors import (
     GeometryMismatchError,
     InvalidArgumentError,
     NoSpaceError,
+    PinError,
     RegionClosedError,
     RegionError,
     RegionExistsError,
@@ -24,6 +25,7 @@ from .errors import (
     SizeOverflowError,
     SystemCallError,
 )
+from .pin import PinResult
 from .region import ECSharedRegion, logger
 
 __all__ = [
@@ -35,6 +37,8 @@ __all__ = [
     "GeometryMismatchError",
     "InvalidArgumentError",
     "NoSpaceError",
+    "PinError",
+    "PinResult",
     "RegionClosedError",
     "RegionError",
     "RegionExistsError",

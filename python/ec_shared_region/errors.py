@@ -6,6 +6,11 @@ what failed, with the values, and on a second line what to do about it (also in 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .pin import PinResult
+
 __all__ = [
     "AccessDeniedError",
     "ArgumentTypeError",
@@ -14,6 +19,7 @@ __all__ = [
     "GeometryMismatchError",
     "InvalidArgumentError",
     "NoSpaceError",
+    "PinError",
     "RegionClosedError",
     "RegionError",
     "RegionExistsError",
@@ -54,6 +60,13 @@ class GeometryMismatchError(RegionError, ValueError):
 
 class RegionClosedError(RegionError, ValueError):
     """The region was closed by ``cleanup()``."""
+
+
+class PinError(RegionError, RuntimeError):
+    """The memory could not be registered with CUDA; the region itself works."""
+
+    result: PinResult
+    """What ``pin_memory()`` would have returned."""
 
 
 class NoSpaceError(RegionError, OSError):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import atexit
 import logging
 import operator
+import sys
+import warnings
 import weakref
+from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from . import _core, errors
+from . import _core, errors, pin
+from .pin import PinResult
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -62,11 +66,13 @@ class ECSharedRegion(_core.Region):
     # Names that callers, subclasses and tests of the original class reach for.
     _mmap_path: str
     _is_creator: bool = False
-    _is_pinned: bool = False
     _fd: int | None = None
     _mmap_obj: _core.Mapping | None = None
     _blocks_ptr: int
     _blocks_nbytes: int
+
+    _is_registered: bool = False
+    _pin_result: PinResult | None = None
 
     def __init__(
         self,
@@ -98,6 +104,7 @@ class ECSharedRegion(_core.Region):
         self._mmap_obj = self._mapping()
         self._blocks_ptr = opened.address
         self._blocks_nbytes = num_blocks * block_size_bytes
+        self._warned_codes: set[int | None] = set()
         _open_regions.add(self)
         for file_name, freed_bytes in opened.reclaimed:
             logger.info("removed %s, which a dead process left: %d bytes", file_name, freed_bytes)
@@ -135,6 +142,15 @@ class ECSharedRegion(_core.Region):
         return flat.view(self.num_blocks, self.block_size_bytes)
 
     @property
+    def _is_pinned(self) -> bool:
+        # Not set back by cleanup() alone: a registration that ends in another thread sets it later.
+        return self._is_registered and self._mmap_obj is not None
+
+    @_is_pinned.setter
+    def _is_pinned(self, value: bool) -> None:
+        self._is_registered = value
+
+    @property
     def path(self) -> str:
         """Path of the file, also after :meth:`cleanup`."""
         return self._mmap_path
@@ -154,33 +170,86 @@ class ECSharedRegion(_core.Region):
         """Bytes of the region: ``num_blocks * block_size_bytes``."""
         return self._blocks_nbytes
 
-    def pin_memory(self) -> None:
+    def pin_memory(
+        self, *, max_piece_bytes: int | None = None, device: int | None = None, strict: bool = False
+    ) -> PinResult:
         """Registers the whole mapping with CUDA in this process (``cudaHostRegister``, portable).
 
-        Each process that copies to or from a GPU must call it. Does nothing where CUDA is not available
-        or the region is pinned already. A failure is a warning with the code: transfers still work, but
-        the driver stages them and they are slower.
+        Each process that copies to or from a GPU must call it, and may do so in a thread while others use
+        ``blocks``. Does nothing where CUDA is not available, where the region is pinned already, and where
+        the environment variable ``EC_SHARED_REGION_PIN`` is ``0``. Either every byte is registered or none.
+        A failure is a warning with the code, once for each code: transfers still work, but slower.
 
-        :raises ValueError: the region is closed.
+        :param max_piece_bytes: most bytes of one registration; a piece is a multiple of the least common
+            multiple of page and block size. Default: ``EC_SHARED_REGION_MAX_PIECE_BYTES``, else 64 GiB.
+        :param device: ordinal of the device that is current during the calls. Default: the calling thread's.
+        :param strict: raise where a warning would be logged.
+        :return: a :class:`PinResult`, true if the region is pinned now.
+        :raises ValueError: the region is closed, or a piece size that is none.
+        :raises PinError: with ``strict``, the registration failed.
         """
         if self._is_pinned:
-            return
+            return self._pin_result or pin.not_pinned("")
+        if max_piece_bytes is None:
+            max_piece_bytes = pin.max_piece_from_environment()
+        else:
+            max_piece_bytes = _whole_number("max_piece_bytes", max_piece_bytes)
+        if pin.is_switched_off():
+            logger.info("%s stays unpinned: %s is off", self._mmap_path, pin.PIN_SWITCH)
+            return self._remember(pin.not_pinned(f"switched off by {pin.PIN_SWITCH}"))
         torch = _import_torch()
         if torch is not None and not torch.cuda.is_available():
-            return
-        outcome = self._pin(torch and torch.cuda.cudart)
+            return self._remember(pin.not_pinned("CUDA is not available"))
+        on_device = nullcontext() if torch is None or device is None else torch.cuda.device(device)
+
+        def torch_cudart() -> Any:
+            return torch.cuda.cudart()
+
+        with on_device:
+            roots = [entry for entry in sys.path if isinstance(entry, str)]
+            outcome = self._pin(roots, max_piece_bytes, device, torch_cudart if torch else None)
         self._is_pinned = outcome.is_pinned
-        if outcome.is_pinned:
-            logger.info("pinned %s: %d bytes, through %s", self._mmap_path, self._blocks_nbytes, outcome.backend)
-        elif outcome.backend is not None:
-            logger.warning(
-                "cudaHostRegister failed for %d bytes of host memory of %s: code=%s (%s); "
-                "the region works, but copies to and from the GPU will be slower",
-                self._blocks_nbytes,
+        result = self._remember(pin.result_of(outcome, self._blocks_nbytes))
+        if outcome.not_undone is not None:
+            logger.warning("%s: %s", self._mmap_path, outcome.not_undone)
+        if result:
+            logger.info(
+                "pinned %s: %d bytes in %d pieces, %.3f s, through %s (%s)",
                 self._mmap_path,
-                outcome.code,
-                outcome.name,
+                result.bytes,
+                result.pieces,
+                result.seconds,
+                result.backend,
+                result.library_path,
             )
+        elif result.backend is None:
+            logger.debug("%s stays unpinned: %s", self._mmap_path, result.reason)
+        else:
+            failure = pin.failure_of(outcome, result, self._mmap_path, self._blocks_nbytes)
+            if strict:
+                raise failure
+            if result.code not in self._warned_codes:
+                self._warned_codes.add(result.code)
+                logger.warning("%s", failure)
+        return result
+
+    def unpin_memory(self) -> None:
+        """Takes the registration back; the region stays open and may be pinned again.
+
+        Copies in flight must have ended before. Does nothing where the region is not pinned. If the driver
+        refuses, a warning says so, and the mapping is kept for good, since the driver still uses its pages.
+        """
+        if not self._is_pinned:
+            return
+        self._is_pinned = False
+        problem = self._unpin()
+        if problem is not None:
+            logger.warning("%s: %s", self._mmap_path, problem)
+        logger.info("unpinned %s", self._mmap_path)
+
+    def _remember(self, result: PinResult) -> PinResult:
+        self._pin_result = result
+        return result
 
     def cleanup(self) -> None:
         """Lets go of the region: the creator takes the name away first, then the registration, the
@@ -197,7 +266,6 @@ class ECSharedRegion(_core.Region):
         self.__dict__.pop("blocks", None)
         self._mmap_obj = None
         self._fd = None
-        self._is_pinned = False
         _open_regions.discard(self)
         for problem in self._close():
             logger.warning("%s: %s", self._mmap_path, problem)
@@ -213,6 +281,11 @@ class ECSharedRegion(_core.Region):
         traceback: TracebackType | None,
     ) -> None:
         self.cleanup()
+
+    def __del__(self) -> None:
+        if self._is_pinned:
+            # No source=self: the warning would keep the region, and its registration, alive.
+            warnings.warn(f"{self!r} was dropped while pinned: call cleanup()", ResourceWarning, stacklevel=2)
 
     def __repr__(self) -> str:
         if not hasattr(self, "_mmap_path"):

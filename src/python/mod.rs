@@ -87,6 +87,12 @@ fn wait_for_file_size(py: Python<'_>, fd: i32, expected_size: u64, timeout: f64)
     })
 }
 
+/// Mappings that are kept for good because a driver would not let go of their pages.
+#[pyfunction]
+fn kept_mappings() -> usize {
+    crate::region::kept_mappings()
+}
+
 #[pymodule]
 #[pyo3(gil_used = false)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -97,6 +103,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<region::PyPinOutcome>()?;
     module.add_class::<buffer::PyMapping>()?;
     module.add_function(wrap_pyfunction!(build_info, module)?)?;
+    module.add_function(wrap_pyfunction!(kept_mappings, module)?)?;
     module.add_function(wrap_pyfunction!(wait_for_file_size, module)?)?;
     Ok(())
 }

@@ -6,6 +6,7 @@
 use std::ffi::c_int;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::thread::ThreadId;
@@ -19,7 +20,7 @@ use super::buffer::{self, PyMapping, Shape};
 use super::torch_cudart::{Interrupted, TorchCudart};
 use super::{errors, run_detached};
 use crate::mapping::Mapping;
-use crate::pin::{HostRegistrar, MAX_PIECE_BYTES, Refusal};
+use crate::pin::{HostRegistrar, MAX_PIECE_BYTES, PinRefused, PinReport, Refusal};
 use crate::prefault::Method;
 use crate::region::{PinError, Region, Role};
 use crate::spec::{EngineId, Geometry, Spec};
@@ -49,13 +50,98 @@ pub(super) struct PyOpenReport {
 
 /// What `Region._pin` came to.
 #[pyclass(frozen, get_all, name = "PinOutcome", module = "ec_shared_region._core")]
+#[derive(Default)]
 pub(super) struct PyPinOutcome {
     is_pinned: bool,
     /// "cudart" (through cudarc), "torch" (`torch.cuda.cudart()`), or None where there was nobody to ask.
     backend: Option<&'static str>,
-    /// The runtime's answer where it refused.
+    /// The library that answered.
+    library_path: Option<PathBuf>,
+    /// Registrations that were made.
+    pieces: usize,
+    /// Pieces that somebody else had registered before.
+    foreign_pieces: usize,
+    /// The size of the piece that was refused.
+    refused_bytes: Option<usize>,
+    elapsed_seconds: f64,
+    /// The runtime's answer where it refused, its symbolic name and its text.
     code: Option<i32>,
-    name: Option<String>,
+    name: String,
+    text: String,
+    /// That registrations could not be undone, as text; the mapping is kept for good.
+    not_undone: Option<String>,
+}
+
+impl PyPinOutcome {
+    fn pinned(report: Option<PinReport>) -> Self {
+        let Some(report) = report else {
+            return Self {
+                is_pinned: true,
+                ..Self::default()
+            };
+        };
+        Self {
+            is_pinned: true,
+            backend: Some(report.backend),
+            library_path: report.library_path,
+            pieces: report.pieces,
+            foreign_pieces: report.foreign_pieces,
+            elapsed_seconds: report.elapsed.as_secs_f64(),
+            ..Self::default()
+        }
+    }
+
+    fn refused(refused: PinRefused) -> Self {
+        Self {
+            backend: Some(refused.backend),
+            library_path: refused.library_path,
+            refused_bytes: Some(refused.piece_bytes),
+            elapsed_seconds: refused.elapsed.as_secs_f64(),
+            code: Some(refused.refusal.code),
+            name: refused.refusal.name,
+            text: refused.refusal.text,
+            not_undone: kept(&refused.not_undone),
+            ..Self::default()
+        }
+    }
+
+    /// Nobody to register with.
+    fn nobody(backend: Option<&'static str>, nobody: Nobody) -> Self {
+        let mut outcome = Self {
+            backend,
+            ..Self::default()
+        };
+        match nobody {
+            Nobody::NoLibrary(text) => outcome.text = text,
+            Nobody::NoDevice { refusal, library_path } => {
+                outcome.code = Some(refusal.code);
+                outcome.name = refusal.name;
+                outcome.text = refusal.text;
+                outcome.library_path = library_path;
+            }
+        }
+        outcome
+    }
+}
+
+/// One line for all registrations that the driver would not take back.
+fn kept(refusals: &[Refusal]) -> Option<String> {
+    let count = refusals.len();
+    refusals.first().map(|first| {
+        format!(
+            "cudaHostUnregister failed {count} times: {first}; the mapping is kept, since the driver may use its pages"
+        )
+    })
+}
+
+/// Why the CUDA runtime cannot register anything.
+enum Nobody {
+    /// What was tried, as text.
+    NoLibrary(String),
+    NoDevice {
+        refusal: Refusal,
+        library_path: Option<PathBuf>,
+    },
 }
 
 /// What buffers are exported from; apart from the region's state, which is locked for as long as a
@@ -75,10 +161,10 @@ pub(super) struct PyRegion {
     state: Mutex<Option<Region>>,
     exporter: Mutex<Exporter>,
     owner_pid: AtomicU32,
-    /// The thread that pins, while it does: a signal handler that runs in it must not wait for it.
-    pinning_thread: Mutex<Option<ThreadId>>,
-    /// Such a handler asked to close: the thread does it when the registration has ended.
-    close_after_pin: AtomicBool,
+    /// The thread that holds the state for a slow step: a signal handler that runs in it must not wait for it.
+    busy_thread: Mutex<Option<ThreadId>>,
+    /// Such a handler asked to close: the thread does it when the step has ended.
+    close_afterwards: AtomicBool,
 }
 
 impl PyRegion {
@@ -93,6 +179,32 @@ impl PyRegion {
             Err(TryLockError::Poisoned(state)) => Some(state.into_inner()),
             Err(TryLockError::WouldBlock) => None,
         }
+    }
+
+    /// A slow step on the region, without the GIL. `None` where it is closed, was closed by a handler during
+    /// the step, or is not owned here.
+    fn on_region<T: Send>(&self, py: Python<'_>, step: impl Send + FnOnce(&mut Region) -> T) -> Option<T> {
+        let result = py.detach(|| {
+            let mut state = self.state()?;
+            let region = state.as_mut().filter(|region| region.is_owned_here())?;
+            *lock(&self.busy_thread) = Some(std::thread::current().id());
+            let result = step(region);
+            *lock(&self.busy_thread) = None;
+            Some(result)
+        });
+        if self.close_afterwards.swap(false, Ordering::Relaxed) {
+            self._close(py);
+            return None;
+        }
+        result
+    }
+
+    /// The address behind the last byte; 0 where the region is closed.
+    fn end_address(&self) -> usize {
+        lock(&self.exporter)
+            .mapping
+            .as_ref()
+            .map_or(0, |mapping| mapping.as_ptr() as usize + mapping.len_bytes())
     }
 
     fn stop_exporting(&self) -> Option<Arc<Mapping>> {
@@ -120,8 +232,8 @@ impl PyRegion {
                 is_lent: false,
             }),
             owner_pid: AtomicU32::new(std::process::id()),
-            pinning_thread: Mutex::new(None),
-            close_after_pin: AtomicBool::new(false),
+            busy_thread: Mutex::new(None),
+            close_afterwards: AtomicBool::new(false),
         }
     }
 
@@ -203,81 +315,61 @@ impl PyRegion {
         }
     }
 
-    /// Registers the whole mapping with CUDA: through cudarc where its runtime has a device, else
-    /// through what the callable `torch_cudart` returns, where one is given.
-    #[pyo3(signature = (torch_cudart = None))]
-    fn _pin(&self, py: Python<'_>, torch_cudart: Option<Bound<'_, PyAny>>) -> PyResult<PyPinOutcome> {
+    /// Registers the whole mapping with CUDA: through the runtime library where it has a device, else
+    /// through what the callable `torch_cudart` returns, where one is given. `package_roots` are folders
+    /// that may hold pip's `nvidia` packages; `device` is made current for the calls.
+    #[pyo3(signature = (package_roots, max_piece_bytes = None, device = None, torch_cudart = None))]
+    fn _pin(
+        &self,
+        py: Python<'_>,
+        package_roots: Vec<PathBuf>,
+        max_piece_bytes: Option<usize>,
+        device: Option<i32>,
+        torch_cudart: Option<Bound<'_, PyAny>>,
+    ) -> PyResult<PyPinOutcome> {
         let interrupted = Interrupted::default();
-        let (backend, registrar): (_, Box<dyn HostRegistrar>) = match py.detach(cuda_registrar) {
-            Ok(registrar) => ("cudart", registrar),
-            Err(nobody) => match torch_cudart {
-                Some(torch_cudart) => match torch_cudart.call0() {
-                    Ok(cudart) => (
-                        "torch",
-                        Box::new(TorchCudart::new(cudart.unbind(), interrupted.clone())),
-                    ),
-                    // What torch raises where it has no driver is an answer; Ctrl-C is not.
-                    Err(raised) if raised.is_instance_of::<PyException>(py) => {
-                        return Ok(PyPinOutcome {
-                            is_pinned: false,
-                            backend: Some("torch"),
-                            code: nobody.map(|refusal| refusal.code),
-                            name: Some(raised.to_string()),
-                        });
-                    }
-                    Err(raised) => return Err(raised),
-                },
-                None => {
-                    return Ok(PyPinOutcome {
-                        is_pinned: false,
-                        backend: None,
-                        code: nobody.as_ref().map(|refusal| refusal.code),
-                        name: nobody.map(|refusal| refusal.name),
-                    });
+        let registrar: Box<dyn HostRegistrar> = match py.detach(|| cuda_registrar(&package_roots, device)) {
+            Ok(registrar) => registrar,
+            Err(nobody) => match torch_cudart.map(|torch_cudart| torch_cudart.call0()) {
+                Some(Ok(cudart)) => Box::new(TorchCudart::new(
+                    cudart.unbind(),
+                    interrupted.clone(),
+                    self.end_address(),
+                )),
+                // What torch raises where it has no driver is an answer; Ctrl-C is not.
+                Some(Err(raised)) if raised.is_instance_of::<PyException>(py) => {
+                    let mut outcome = PyPinOutcome::nobody(Some("torch"), nobody);
+                    outcome.text = raised.value(py).to_string();
+                    return Ok(outcome);
                 }
+                Some(Err(raised)) => return Err(raised),
+                None => return Ok(PyPinOutcome::nobody(None, nobody)),
             },
         };
-        *lock(&self.pinning_thread) = Some(std::thread::current().id());
-        let pinned = py.detach(|| {
-            let mut state = self.state().ok_or(PinError::Closed)?;
-            let region = state
-                .as_mut()
-                .filter(|region| region.is_owned_here())
-                .ok_or(PinError::Closed)?;
-            region.pin(registrar, MAX_PIECE_BYTES)
-        });
-        *lock(&self.pinning_thread) = None;
-        if self.close_after_pin.swap(false, Ordering::Relaxed) {
-            self._close(py);
-            return Err(interrupted
-                .take()
-                .unwrap_or_else(|| errors::to_python(py, &crate::Error::Closed)));
-        }
+        let max_piece_bytes = max_piece_bytes.unwrap_or(MAX_PIECE_BYTES);
+        let pinned = self.on_region(py, |region| region.pin(registrar, max_piece_bytes));
         if let Some(raised) = interrupted.take() {
             return Err(raised);
         }
-        match pinned {
-            Ok(()) => Ok(PyPinOutcome {
-                is_pinned: true,
-                backend: Some(backend),
-                code: None,
-                name: None,
-            }),
-            Err(PinError::Refused(refusal)) => Ok(PyPinOutcome {
-                is_pinned: false,
-                backend: Some(backend),
-                code: Some(refusal.code),
-                name: Some(refusal.name),
-            }),
+        match pinned.unwrap_or(Err(PinError::Closed)) {
+            Ok(report) => Ok(PyPinOutcome::pinned(report)),
+            Err(PinError::Refused(refused)) => Ok(PyPinOutcome::refused(*refused)),
             Err(PinError::Closed) => Err(errors::to_python(py, &crate::Error::Closed)),
         }
+    }
+
+    /// Takes the registration back. Returns what the driver refused, as text.
+    fn _unpin(&self, py: Python<'_>) -> Option<String> {
+        self.on_region(py, Region::unpin)?
+            .err()
+            .and_then(|refusals| kept(&refusals))
     }
 
     /// Lets go of everything, see `cleanup`; waits for a registration in progress. Returns what could
     /// not be done, as text. Closing again does nothing.
     fn _close(&self, py: Python<'_>) -> Vec<String> {
-        if *lock(&self.pinning_thread) == Some(std::thread::current().id()) {
-            self.close_after_pin.store(true, Ordering::Relaxed);
+        if *lock(&self.busy_thread) == Some(std::thread::current().id()) {
+            self.close_afterwards.store(true, Ordering::Relaxed);
             return Vec::new();
         }
         py.detach(|| {
@@ -291,12 +383,7 @@ impl PyRegion {
             let name = report
                 .name_problem
                 .map(|error| format!("the name was not removed, the next constructor will do it: {error}"));
-            let kept = report.unregister_problems.iter().map(|refusal| {
-                format!(
-                    "cudaHostUnregister failed: {refusal}; the mapping is kept, since the driver still uses its pages"
-                )
-            });
-            name.into_iter().chain(kept).collect()
+            name.into_iter().chain(kept(&report.unregister_problems)).collect()
         })
     }
 
@@ -331,14 +418,29 @@ impl Drop for PyRegion {
     }
 }
 
-/// The CUDA runtime's registrar, or why there is none: its answer, if there is a library at all.
-fn cuda_registrar() -> Result<Box<dyn HostRegistrar>, Option<Refusal>> {
-    #[cfg(feature = "cuda")]
-    {
-        let runtime = crate::cuda::CudaRuntime::find().ok_or(None)?;
-        runtime.require_device().map_err(Some)?;
-        Ok(Box::new(runtime))
+/// The CUDA runtime's registrar, or why there is none.
+#[cfg(feature = "cuda")]
+fn cuda_registrar(package_roots: &[PathBuf], device: Option<i32>) -> Result<Box<dyn HostRegistrar>, Nobody> {
+    use crate::cuda::CudaRuntime;
+
+    let runtime = CudaRuntime::find(package_roots).map_err(|not_found| {
+        let tried: Vec<_> = not_found
+            .tried
+            .iter()
+            .map(|(path, why)| format!("{}: {why}", path.display()))
+            .collect();
+        Nobody::NoLibrary(format!("no CUDA runtime library; tried {}", tried.join("; ")))
+    })?;
+    match runtime.require_device() {
+        Ok(()) => Ok(Box::new(runtime.on_device(device))),
+        Err(refusal) => Err(Nobody::NoDevice {
+            refusal,
+            library_path: runtime.library_path(),
+        }),
     }
-    #[cfg(not(feature = "cuda"))]
-    Err(None)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn cuda_registrar(_: &[PathBuf], _: Option<i32>) -> Result<Box<dyn HostRegistrar>, Nobody> {
+    Err(Nobody::NoLibrary(String::from("this build has no CUDA in it")))
 }

@@ -1,6 +1,7 @@
 //! `torch.cuda.cudart()` as a registrar: for builds whose runtime cudarc cannot reach (ROCm, a runtime
 //! linked statically), and for callers' tests that replace it.
 
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use pyo3::exceptions::PyException;
@@ -30,11 +31,17 @@ impl Interrupted {
 pub(super) struct TorchCudart {
     cudart: Py<PyAny>,
     interrupted: Interrupted,
+    end: usize,
 }
 
 impl TorchCudart {
-    pub(super) fn new(cudart: Py<PyAny>, interrupted: Interrupted) -> Self {
-        Self { cudart, interrupted }
+    /// `end` is the address behind the region's last byte.
+    pub(super) fn new(cudart: Py<PyAny>, interrupted: Interrupted, end: usize) -> Self {
+        Self {
+            cudart,
+            interrupted,
+            end,
+        }
     }
 
     fn call(&self, method: &str, args: impl for<'py> pyo3::call::PyCallArgs<'py>) -> Result<(), Refusal> {
@@ -47,13 +54,21 @@ impl TorchCudart {
             });
             match answer {
                 Ok((0, _)) => Ok(()),
-                Ok((code, name)) => Err(Refusal { code, name }),
+                Ok((code, name)) => Err(Refusal {
+                    code,
+                    name,
+                    text: String::new(),
+                }),
                 Err(raised) => {
-                    let name = raised.to_string();
+                    let text = raised.to_string();
                     if !raised.is_instance_of::<PyException>(py) {
                         self.interrupted.put(raised);
                     }
-                    Err(Refusal { code: UNKNOWN, name })
+                    Err(Refusal {
+                        code: UNKNOWN,
+                        name: String::from("cudaErrorUnknown"),
+                        text,
+                    })
                 }
             }
         })
@@ -62,10 +77,20 @@ impl TorchCudart {
 
 impl HostRegistrar for TorchCudart {
     fn register(&self, address: usize, len_bytes: usize) -> Result<(), Refusal> {
+        // As the original class calls it, with the region's bytes and not its pages; the runtime rounds by itself.
+        let len_bytes = len_bytes.min(self.end.saturating_sub(address));
         self.call("cudaHostRegister", (address, len_bytes, PORTABLE))
     }
 
     fn unregister(&self, address: usize) -> Result<(), Refusal> {
         self.call("cudaHostUnregister", (address,))
+    }
+
+    fn backend(&self) -> &'static str {
+        "torch"
+    }
+
+    fn library_path(&self) -> Option<PathBuf> {
+        None
     }
 }

@@ -241,6 +241,7 @@ def test_a_file_that_had_to_be_removed_is_a_finding_where_nobody_failed() -> Non
         ("everybody", signal.SIGINT, 130, "stopped by SIGINT; left in /dev/shm: nothing"),
         ("everybody", signal.SIGTERM, 143, "stopped by SIGTERM; left in /dev/shm: nothing"),
     ],
+    ids=["worker 0", "worker 1", "scheduler", "supervisor", "Ctrl-C", "SIGTERM"],
 )
 def test_nothing_outlives_a_killed_process(
     demo: Callable[..., Demo], engine_id: str, whom: str, number: int, status: int, said: str

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
+import signal
 from typing import Any
 
 import pytest
@@ -177,17 +179,19 @@ def test_the_descriptor_is_closed_on_exec(open_region: Any, engine_id: str) -> N
 
 @pytest.mark.case("FO-04")
 def test_an_execed_child_does_not_keep_the_region_alive(spawn: Any, open_region: Any, engine_id: str) -> None:
-    """Popen with close_fds=False, then SIGKILL of the creator: reclaimable at once though the helper lives on."""
+    """Popen with close_fds=False, then SIGKILL of the creator: reclaimable at once though the other lives on."""
     creator = spawn()
-    helper = creator.run(
-        "r = Region(id, 2, 64); p = subprocess.Popen([sys.executable, '-c', 'input()'], stdin=subprocess.PIPE,"
+    execed = creator.run(
+        "r = Region(id, 2, 64); p = subprocess.Popen(['sleep', '60'], stdin=subprocess.DEVNULL,"
         " stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, close_fds=False); p.pid",
         id=engine_id,
     )
-    holder = os.pidfd_open(helper)  # before the kill: afterwards the pid is nobody's to rely on
+    alive = os.pidfd_open(execed)  # before the kill: afterwards the number is nobody's to rely on
     try:
         creator.kill()
         region = open_region(engine_id, 2, 64, timeout=10)
         assert region.is_creator
+        assert not select.select([alive], [], [], 0)[0], "it must have lived on for this to mean anything"
     finally:
-        os.close(holder)
+        signal.pidfd_send_signal(alive, signal.SIGKILL)
+        os.close(alive)

@@ -90,7 +90,7 @@ class _Scheduler:
         plan, supervisor = self._plan, self._supervisor
         # Longer than the supervisor's own patience, which is to speak first.
         patience = 2 * plan.timeout_seconds + 10
-        record = ProcessRecord("scheduler", os.getpid(), pin_note="the scheduler never pins")
+        record = ProcessRecord("scheduler", os.getpid(), pin_note="it never pins")
         supervisor.send(Ready())
         expect(supervisor, Order.OPEN, patience)
         began = time.perf_counter()
