@@ -8,6 +8,7 @@
 
 #![allow(unsafe_code)] // calls into libraries that are loaded at run time
 
+use std::error::Error as _;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};
 
@@ -219,7 +220,10 @@ impl NotFound {
 
 fn open(path: &Path, flags: c_int) -> Result<Library, String> {
     // SAFETY: loading runs initialisers; these are copies of the CUDA runtime by their names, or loaded already.
-    unsafe { Library::open(Some(path), flags) }.map_err(|error| error.to_string())
+    unsafe { Library::open(Some(path), flags) }.map_err(|error| {
+        // The loader's own words are the source.
+        error.source().map_or_else(|| error.to_string(), ToString::to_string)
+    })
 }
 
 /// The file that a symbol lies in.

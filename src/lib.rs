@@ -1,11 +1,12 @@
 //! One flat, pinned region of `/dev/shm`, shared by every process of an inference engine.
 //!
-//! The path of the data, from top to bottom: [`spec`] says what is wanted, [`mod@file`] finds or makes the
-//! file, with [`lock`] and [`holders`] for signs of life and [`wait`] for time, [`mapping`] maps it,
+//! The path of the data, from top to bottom: [`spec`] says what is wanted, [`directory`], [`mod@file`] and
+//! `publish` find or make the file, with [`lock`] and [`holders`] for signs of life and [`wait`] for time, [`mapping`] maps it,
 //! [`prefault`] puts pages behind it, [`pin`] registers it with a device ([`cuda`] is the only file that
 //! names cudarc), and [`region`] is the state machine over all of them. [`reap`] removes what the dead
 //! left. The `python` module is the only one that names pyo3.
 
+pub mod directory;
 pub mod error;
 pub mod file;
 pub mod holders;
@@ -13,8 +14,10 @@ pub mod holders;
 pub mod locate;
 pub mod lock;
 pub mod mapping;
+mod opening;
 pub mod pin;
 pub mod prefault;
+mod publish;
 pub mod reap;
 pub mod region;
 pub mod spec;

@@ -11,8 +11,8 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::libc;
 
+use crate::directory::Directory;
 use crate::error::{Available, Error, Resource, Result};
-use crate::file::Directory;
 use crate::mapping::{Mapping, page_bytes};
 use crate::wait::Waiter;
 

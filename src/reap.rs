@@ -2,8 +2,9 @@
 
 use std::ffi::CStr;
 
+use crate::directory::{Directory, Locked};
 use crate::error::Result;
-use crate::file::{Directory, Found, Locked, Probe};
+use crate::file::{Found, Probe};
 use crate::wait::Waiter;
 
 /// A file that was removed.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import time
 from multiprocessing.connection import Connection, wait
@@ -62,7 +61,8 @@ class _Worker:
             record.is_creator = region.is_creator
             assert region._fd is not None
             record.inode = os.fstat(region._fd).st_ino
-            record.is_pinned, record.pin_note = _pin(region)
+            pinning = region.pin_memory()
+            record.is_pinned, record.pin_note = pinning.ok, pinning.reason
             record.nonzero_fresh_bytes = int(torch.count_nonzero(region.blocks))
             self._supervisor.send(Opened(record))
             self._serve(region, patience)
@@ -115,27 +115,3 @@ def _widened(rows: torch.Tensor) -> torch.Tensor:
     """The same int8 bytes in elements of 8 bytes where a row divides into them: torch scatters by element."""
     dtype = torch.int64 if rows.shape[1] % 8 == 0 else torch.int16
     return rows.view(dtype)
-
-
-def _pin(region: ec_shared_region.ECSharedRegion) -> tuple[bool, str]:
-    """Pins the region; tells whether it is pinned, and why not in the words of the warning."""
-    warnings = _Warnings()
-    ec_shared_region.logger.addHandler(warnings)
-    try:
-        region.pin_memory()
-    finally:
-        ec_shared_region.logger.removeHandler(warnings)
-    if region.is_pinned:
-        return True, "cudaHostRegister"
-    if not torch.cuda.is_available():
-        return False, "CUDA is not available"
-    return False, "; ".join(warnings.texts) or "no reason was given"
-
-
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())

@@ -1,0 +1,299 @@
+//! A constructor at work: looks until there is a file to use, then prepares or joins it.
+//!
+//! `docs/protocol.md` is the specification; the steps have its names.
+
+use std::ffi::CString;
+use std::fs::File;
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use crate::directory::Directory;
+use crate::error::{Available, Error, FoundGeometry, Result, WaitState};
+use crate::file::{Attach, Found, Probe, is_backed};
+use crate::lock;
+use crate::mapping::Mapping;
+use crate::prefault::{self, Access, Method, PrefaultReport};
+use crate::reap::{self, Reclaimed};
+use crate::region::{OpenReport, Role};
+use crate::spec::{Mode, Populate, Spec};
+use crate::wait::Waiter;
+
+/// A region is found or made within four looks, unless names keep changing hands.
+const MAX_LOOKS_PAST_THE_END: u32 = 16;
+
+pub(crate) struct Opening<'s> {
+    spec: &'s Spec,
+    directory: Directory,
+    name: CString,
+    path: PathBuf,
+    has_swept: bool,
+    reclaimed: Vec<Reclaimed>,
+}
+
+/// What one look at the name led to.
+enum Look {
+    Done(Role, File),
+    /// Something was changed, or changed under us: look again at once.
+    Again,
+    Wait(WaitState),
+    /// Too little space, but somebody is giving some back: the error if it stays so.
+    WaitForSpace(Error),
+}
+
+/// What a constructor came to.
+pub(crate) struct Opened {
+    pub(crate) role: Role,
+    pub(crate) file: File,
+    pub(crate) mapping: Mapping,
+    pub(crate) directory: Directory,
+    pub(crate) name: CString,
+    pub(crate) path: PathBuf,
+    pub(crate) report: OpenReport,
+}
+
+impl<'s> Opening<'s> {
+    pub(crate) fn new(directory: &Path, spec: &'s Spec) -> Result<Self> {
+        Ok(Self {
+            spec,
+            directory: Directory::open(directory)?,
+            name: spec.id.file_name_c(),
+            path: directory.join(spec.id.file_name()),
+            has_swept: false,
+            reclaimed: Vec::new(),
+        })
+    }
+
+    /// From nothing to a mapping; whatever fails, nothing is left behind.
+    pub(crate) fn open(mut self, waiter: &mut Waiter<'_, '_>) -> Result<Opened> {
+        let (role, file) = self.find_or_make(waiter)?;
+        let waited = waiter.elapsed();
+        let prepared = match role {
+            Role::Creator => self.prepare(&file, waiter),
+            Role::Joiner => self.join(&file, waiter),
+        };
+        match prepared {
+            Ok((mapping, prefault)) => Ok(Opened {
+                role,
+                file,
+                mapping,
+                directory: self.directory,
+                name: self.name,
+                path: self.path,
+                report: OpenReport {
+                    elapsed: waiter.elapsed(),
+                    waited,
+                    prefault,
+                    reclaimed: self.reclaimed,
+                },
+            }),
+            Err(error) => {
+                if role == Role::Creator {
+                    self.abandon(file);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Looks until there is a file to use, of our own making or a live one.
+    ///
+    /// While it waits it holds nothing: no descriptor and no lock, so that it never passes for a holder
+    /// and a creator that dies is replaced by the first who looks.
+    fn find_or_make(&mut self, waiter: &mut Waiter<'_, '_>) -> Result<(Role, File)> {
+        let since = Instant::now();
+        let mut looks_past_the_end = 0;
+        loop {
+            waiter.checkpoint()?;
+            looks_past_the_end += u32::from(waiter.is_over());
+            let give_up = match self.look(waiter)? {
+                Look::Done(role, file) => return Ok((role, file)),
+                // Looks that follow each other take no time, so even a timeout of 0 may make progress.
+                Look::Again if looks_past_the_end < MAX_LOOKS_PAST_THE_END => continue,
+                Look::Again => self.timeout(waiter, WaitState::Unsettled),
+                Look::Wait(state) => self.timeout(waiter, state),
+                Look::WaitForSpace(error) => error,
+            };
+            if waiter.is_over() {
+                return Err(give_up);
+            }
+            waiter.pause(since)?;
+        }
+    }
+
+    fn timeout(&self, waiter: &Waiter<'_, '_>, state: WaitState) -> Error {
+        Error::Timeout {
+            path: self.path.clone(),
+            waited: waiter.elapsed(),
+            state,
+            similar: if waiter.is_over() {
+                self.directory.ids_present()
+            } else {
+                Vec::new()
+            },
+        }
+    }
+
+    /// One look under the directory's lock, and what follows from it.
+    fn look(&mut self, waiter: &mut Waiter<'_, '_>) -> Result<Look> {
+        let locked = self.directory.lock(waiter)?;
+        let wanted_bytes = self.spec.geometry.total_bytes() as u64;
+        match locked.probe(&self.name)? {
+            Probe::Absent if self.spec.mode == Mode::Join => Ok(Look::Wait(WaitState::NoFile { wanted_bytes })),
+            Probe::Dead { found, .. } if self.spec.mode == Mode::Join => Ok(Look::Wait(WaitState::DeadFile {
+                wanted_bytes,
+                seen_bytes: found.size_bytes,
+            })),
+            Probe::Dead { found, .. } => {
+                self.reclaimed
+                    .extend(reap::reclaim(&self.directory, locked, &self.name, found));
+                Ok(Look::Again)
+            }
+            Probe::Absent if !self.has_swept => {
+                // The dead of other ids may hold the space that this region needs.
+                drop(locked);
+                self.reclaimed
+                    .extend(reap::reclaim_dead(&self.directory, &self.name, waiter)?);
+                self.has_swept = true;
+                Ok(Look::Again)
+            }
+            Probe::Absent => {
+                if let Err(error) = prefault::check_room(&self.directory, self.spec.geometry.total_bytes(), &self.path)
+                {
+                    drop(locked);
+                    return if may_pass(&error) && self.directory.is_freeing() {
+                        Ok(Look::WaitForSpace(error))
+                    } else {
+                        Err(error)
+                    };
+                }
+                Ok(match locked.publish(&self.name, self.spec.geometry)? {
+                    Some(file) => Look::Done(Role::Creator, file),
+                    None => Look::Again,
+                })
+            }
+            Probe::Live(found) if self.spec.mode == Mode::Create => Err(Error::Exists {
+                path: self.path.clone(),
+                size_bytes: found.size_bytes,
+            }),
+            Probe::Live(found) => match self.assess(&found)? {
+                Some(state) => Ok(Look::Wait(state)),
+                None => Ok(match locked.attach(&self.name, &found, self.spec.geometry)? {
+                    Attach::Attached(file) => Look::Done(Role::Joiner, file),
+                    Attach::NameChanged => Look::Again,
+                    Attach::Locked => Look::Wait(WaitState::FileLocked),
+                }),
+            },
+        }
+    }
+
+    /// Can a live file be joined now (`None`), later, or never (an error)?
+    fn assess(&self, found: &Found) -> Result<Option<WaitState>> {
+        let wanted = self.spec.geometry;
+        let wanted_bytes = wanted.total_bytes() as u64;
+        let mismatch = |found| {
+            Err(Error::GeometryMismatch {
+                path: self.path.clone(),
+                wanted,
+                found,
+            })
+        };
+        let size_bytes = found.size_bytes;
+        match found.announced_block_size() {
+            Some(block_size_bytes)
+                if size_bytes != wanted_bytes || block_size_bytes != wanted.block_size_bytes() as u64 =>
+            {
+                mismatch(FoundGeometry::Announced {
+                    size_bytes,
+                    block_size_bytes,
+                })
+            }
+            None if size_bytes > wanted_bytes => mismatch(FoundGeometry::SizeOnly { size_bytes }),
+            None if size_bytes < wanted_bytes => Ok(Some(WaitState::NotSized {
+                wanted_bytes,
+                seen_bytes: size_bytes,
+            })),
+            _ if found.is_being_prepared() => Ok(Some(WaitState::BeingPrepared { wanted_bytes })),
+            _ => Ok(None),
+        }
+    }
+
+    /// The creator's part: reserve every page, then let joiners in, then map the pages ahead.
+    fn prepare(&self, file: &File, waiter: &mut Waiter<'_, '_>) -> Result<(Mapping, PrefaultReport)> {
+        let total = self.spec.geometry.total_bytes();
+        let ((), reserve) = prefault::timed(|| prefault::reserve(file, total, &self.directory, &self.path, waiter))?;
+        let mapping = self.map(file)?;
+        lock::end_preparing(file);
+        let (method, prefault) = match self.spec.populate {
+            Populate::Never => (Method::None, Duration::ZERO),
+            Populate::Create | Populate::Join => {
+                prefault::timed(|| prefault::map_ahead(&mapping, Access::Write, &self.path, waiter))?
+            }
+        };
+        let report = PrefaultReport {
+            method,
+            reserve,
+            prefault,
+        };
+        Ok((mapping, report))
+    }
+
+    /// The joiner's part. A file of the original class may have pages that nobody has touched: they are
+    /// reserved, so that the filesystem filling up cannot turn a later touch into SIGBUS.
+    fn join(&self, file: &File, waiter: &mut Waiter<'_, '_>) -> Result<(Mapping, PrefaultReport)> {
+        let total = self.spec.geometry.total_bytes();
+        let ((), reserve) = prefault::timed(|| {
+            if is_backed(file, total).map_err(|source| Error::os("fstat", &self.path, source))? {
+                return Ok(());
+            }
+            prefault::reserve(file, total, &self.directory, &self.path, waiter)
+        })?;
+        let mapping = self.map(file)?;
+        let (method, prefault) = match self.spec.populate {
+            Populate::Create | Populate::Never => (Method::None, Duration::ZERO),
+            Populate::Join => prefault::timed(|| prefault::map_ahead(&mapping, Access::Read, &self.path, waiter))?,
+        };
+        let report = PrefaultReport {
+            method,
+            reserve,
+            prefault,
+        };
+        Ok((mapping, report))
+    }
+
+    fn map(&self, file: &File) -> Result<Mapping> {
+        let total = self.spec.geometry.total_bytes();
+        // The size was seen before the open: a file that shrank since then must not be mapped.
+        let size = file
+            .metadata()
+            .map_err(|source| Error::os("fstat", &self.path, source))?
+            .len();
+        if size < total as u64 {
+            return Err(Error::GeometryMismatch {
+                path: self.path.clone(),
+                wanted: self.spec.geometry,
+                found: FoundGeometry::SizeOnly { size_bytes: size },
+            });
+        }
+        Mapping::new(file, total).map_err(|source| Error::os("mmap", &self.path, source))
+    }
+
+    /// A creator that fails takes its file back: those who wait see it gone and make their own.
+    fn abandon(&self, file: File) {
+        let _freeing = self.directory.begin_freeing();
+        let _ = self.directory.drop_own_name(&self.name, &file.as_fd());
+        drop(file);
+    }
+}
+
+/// Could this lack of space end by itself, when files that are being removed are gone?
+fn may_pass(error: &Error) -> bool {
+    matches!(
+        *error,
+        Error::NoSpace {
+            available: Available::Filesystem { total_bytes, .. },
+            wanted_bytes,
+            ..
+        } if wanted_bytes <= total_bytes
+    )
+}
