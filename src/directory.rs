@@ -23,6 +23,7 @@ use crate::file::identity;
 use crate::lock::{self, Exclusive, Freeing};
 use crate::publish::UNNAMED_PREFIX;
 use crate::spec::EngineId;
+use crate::step::{Step, reached};
 use crate::wait::Waiter;
 
 /// The living hold the directory's lock for microseconds: even a wait that is over waits this long for it.
@@ -72,6 +73,7 @@ impl Directory {
     /// [`Error::Timeout`], [`Error::Interrupted`], [`Error::Os`].
     pub fn lock(&self, waiter: &mut Waiter<'_, '_>) -> Result<Locked<'_>> {
         let since = Instant::now();
+        reached(Step::Lock);
         loop {
             if let Some(locked) = self.try_lock()? {
                 return Ok(locked);

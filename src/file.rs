@@ -20,6 +20,7 @@ use crate::error::{Error, Result, WaitState};
 use crate::holders::{self, FileIdentity};
 use crate::lock::{self, Exclusive};
 use crate::spec::Geometry;
+use crate::step::{Step, reached};
 use crate::wait::{Checkpoint, Waiter};
 
 /// What stands at a name.
@@ -80,6 +81,7 @@ impl Locked<'_> {
     /// # Errors
     /// [`Error::Foreign`] for what is not a region file of this user, [`Error::Os`].
     pub fn probe(&self, name: &CStr) -> Result<Probe> {
+        reached(Step::Probe);
         loop {
             let Some(stat) = self.stat(name)? else {
                 return Ok(Probe::Absent);
@@ -167,6 +169,7 @@ impl Locked<'_> {
     /// # Errors
     /// [`Error::Os`].
     pub fn attach(&self, name: &CStr, found: &Found, geometry: Geometry) -> Result<Attach> {
+        reached(Step::Attach);
         let os = |call| move |source: io::Error| Error::os(call, self.directory.join(name), source);
         // No O_CREAT: fs.protected_regular refuses it on files in sticky directories, proc_sys_fs(5).
         let flags = OFlag::O_RDWR | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
@@ -185,6 +188,7 @@ impl Locked<'_> {
             return Ok(Attach::Locked);
         }
         lock::announce_block_size(&fd, geometry.block_size_bytes());
+        reached(Step::Attached);
         // After locking, look again whether the name is still that file.
         match self.stat(name)? {
             Some(now) if identity(&now) == identity(&stat) => Ok(Attach::Attached(fd.into())),

@@ -21,6 +21,7 @@ mod publish;
 pub mod reap;
 pub mod region;
 pub mod spec;
+pub mod step;
 pub mod wait;
 
 #[cfg(feature = "cuda")]

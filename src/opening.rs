@@ -17,6 +17,7 @@ use crate::prefault::{self, Access, Method, PrefaultReport};
 use crate::reap::{self, Reclaimed};
 use crate::region::{OpenReport, Role};
 use crate::spec::{Mode, Populate, Spec};
+use crate::step::{Step, reached};
 use crate::wait::Waiter;
 
 /// A region is found or made within four looks, unless names keep changing hands.
@@ -73,20 +74,23 @@ impl<'s> Opening<'s> {
             Role::Joiner => self.join(&file, waiter),
         };
         match prepared {
-            Ok((mapping, prefault)) => Ok(Opened {
-                role,
-                file,
-                mapping,
-                directory: self.directory,
-                name: self.name,
-                path: self.path,
-                report: OpenReport {
-                    elapsed: waiter.elapsed(),
-                    waited,
-                    prefault,
-                    reclaimed: self.reclaimed,
-                },
-            }),
+            Ok((mapping, prefault)) => {
+                reached(Step::Opened);
+                Ok(Opened {
+                    role,
+                    file,
+                    mapping,
+                    directory: self.directory,
+                    name: self.name,
+                    path: self.path,
+                    report: OpenReport {
+                        elapsed: waiter.elapsed(),
+                        waited,
+                        prefault,
+                        reclaimed: self.reclaimed,
+                    },
+                })
+            }
             Err(error) => {
                 if role == Role::Creator {
                     self.abandon(file);
@@ -158,6 +162,7 @@ impl<'s> Opening<'s> {
                 Ok(Look::Again)
             }
             Probe::Absent => {
+                reached(Step::CheckRoom);
                 if let Err(error) = prefault::check_room(&self.directory, self.spec.geometry.total_bytes(), &self.path)
                 {
                     drop(locked);
@@ -189,6 +194,7 @@ impl<'s> Opening<'s> {
 
     /// Can a live file be joined now (`None`), later, or never (an error)?
     fn assess(&self, found: &Found) -> Result<Option<WaitState>> {
+        reached(Step::Assess);
         let wanted = self.spec.geometry;
         let wanted_bytes = wanted.total_bytes() as u64;
         let mismatch = |found| {
@@ -222,7 +228,9 @@ impl<'s> Opening<'s> {
     fn prepare(&self, file: &File, waiter: &mut Waiter<'_, '_>) -> Result<(Mapping, PrefaultReport)> {
         let total = self.spec.geometry.total_bytes();
         let ((), reserve) = prefault::timed(|| prefault::reserve(file, total, &self.directory, &self.path, waiter))?;
+        reached(Step::Map);
         let mapping = self.map(file)?;
+        reached(Step::EndPreparing);
         lock::end_preparing(file);
         let (method, prefault) = match self.spec.populate {
             Populate::Never => (Method::None, Duration::ZERO),
@@ -242,12 +250,14 @@ impl<'s> Opening<'s> {
     /// reserved, so that the filesystem filling up cannot turn a later touch into SIGBUS.
     fn join(&self, file: &File, waiter: &mut Waiter<'_, '_>) -> Result<(Mapping, PrefaultReport)> {
         let total = self.spec.geometry.total_bytes();
+        reached(Step::JoinReserve);
         let ((), reserve) = prefault::timed(|| {
             if is_backed(file, total).map_err(|source| Error::os("fstat", &self.path, source))? {
                 return Ok(());
             }
             prefault::reserve(file, total, &self.directory, &self.path, waiter)
         })?;
+        reached(Step::JoinMap);
         let mapping = self.map(file)?;
         let (method, prefault) = match self.spec.populate {
             Populate::Create | Populate::Never => (Method::None, Duration::ZERO),
@@ -280,6 +290,7 @@ impl<'s> Opening<'s> {
 
     /// A creator that fails takes its file back: those who wait see it gone and make their own.
     fn abandon(&self, file: File) {
+        reached(Step::Abandon);
         let _freeing = self.directory.begin_freeing();
         let _ = self.directory.drop_own_name(&self.name, &file.as_fd());
         drop(file);

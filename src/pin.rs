@@ -5,6 +5,8 @@ use std::fmt;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use crate::step::{Step, reached};
+
 /// Drivers of the R580 series and later refuse one call of 512 GiB, and one call holds a driver-wide
 /// lock for its whole time (vllm-project/vllm issue 51080).
 pub const MAX_PIECE_BYTES: usize = 64 << 30;
@@ -166,6 +168,7 @@ impl Pinned {
         let mut offset = 0;
         while offset < plan.total_bytes {
             let len = plan.len_at(offset, piece);
+            reached(Step::Register);
             match registrar.register(base + offset, len) {
                 Ok(()) => addresses.push(base + offset),
                 Err(refusal) if refusal.code == ALREADY_REGISTERED => foreign_pieces += 1,
@@ -174,6 +177,7 @@ impl Pinned {
                     continue;
                 }
                 Err(refusal) => {
+                    reached(Step::Rollback);
                     return Err(Box::new(PinRefused {
                         refusal,
                         backend: registrar.backend(),

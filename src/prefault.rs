@@ -14,6 +14,7 @@ use nix::libc;
 use crate::directory::Directory;
 use crate::error::{Available, Error, Resource, Result};
 use crate::mapping::{Mapping, page_bytes};
+use crate::step::{Step, reached};
 use crate::wait::Waiter;
 
 /// About 10 ms of work: Ctrl-C is noticed between pieces.
@@ -70,6 +71,7 @@ pub fn reserve(
     let mut how = Reserve::Fallocate;
     while offset < total_bytes {
         waiter.checkpoint()?;
+        reached(Step::Reserve);
         let len = piece.min(total_bytes - offset);
         match how.call(file, offset, len) {
             Ok(()) => {
@@ -146,6 +148,7 @@ pub fn map_ahead(mapping: &Mapping, access: Access, path: &Path, waiter: &mut Wa
     for piece in pieces(mapping.len_bytes(), POPULATE_PIECE_BYTES) {
         loop {
             waiter.checkpoint()?;
+            reached(Step::MapAhead);
             match step(mapping, method, piece.clone(), page) {
                 Ok(()) => break,
                 Err(error) => match error.raw_os_error().map(Errno::from_raw) {

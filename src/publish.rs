@@ -17,6 +17,7 @@ use crate::error::{Available, Error, Resource, Result};
 use crate::file::{identity, stat_of};
 use crate::lock;
 use crate::spec::Geometry;
+use crate::step::{Step, reached};
 
 /// Files that a killed process left between making and naming, where `O_TMPFILE` is refused.
 pub(crate) const UNNAMED_PREFIX: &str = ".vllm_ec_unnamed_";
@@ -30,8 +31,12 @@ impl Locked<'_> {
     /// # Errors
     /// [`Error::Os`]; nothing is left behind.
     pub fn publish(&self, name: &CStr, geometry: Geometry) -> Result<Option<File>> {
+        reached(Step::Publish);
         match self.publish_unnamed(name, geometry)? {
-            Published::Yes(unnamed) => self.reopen_by_name(name, unnamed, geometry),
+            Published::Yes(unnamed) => {
+                reached(Step::Linked);
+                self.reopen_by_name(name, unnamed, geometry)
+            }
             Published::NameTaken => Ok(None),
             Published::Refused => self.publish_renamed(name, geometry),
         }
@@ -73,6 +78,7 @@ impl Locked<'_> {
             Err(errno) => return Err(self.cannot_make(name, geometry, errno)),
         };
         self.make_ready(name, &fd, geometry)?;
+        reached(Step::Link);
         // The documented way to name an O_TMPFILE file without privilege, open(2).
         let from = format!("/proc/self/fd/{}", fd.as_raw_fd());
         match linkat(

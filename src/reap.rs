@@ -5,6 +5,7 @@ use std::ffi::CStr;
 use crate::directory::{Directory, Locked};
 use crate::error::Result;
 use crate::file::{Found, Probe};
+use crate::step::{Step, reached};
 use crate::wait::Waiter;
 
 /// A file that was removed.
@@ -38,9 +39,11 @@ pub fn reclaim_dead(directory: &Directory, except: &CStr, waiter: &mut Waiter<'_
 
 /// Takes a dead file's name away and gives its pages back, the slow part of it without the lock.
 pub fn reclaim(directory: &Directory, locked: Locked<'_>, name: &CStr, found: Found) -> Option<Reclaimed> {
+    reached(Step::Reclaim);
     let _freeing = directory.begin_freeing();
     let was_removed = locked.drop_dead_name(name, &found).unwrap_or(false);
     drop(locked);
+    reached(Step::Reclaimed);
     let bytes = found.allocated_bytes;
     drop(found);
     was_removed.then(|| Reclaimed {

@@ -17,6 +17,7 @@ use crate::pin::{HostRegistrar, PinRefused, PinReport, Pinned, Plan, Refusal};
 use crate::prefault::PrefaultReport;
 use crate::reap::{self, Reclaimed};
 use crate::spec::{Geometry, Spec};
+use crate::step::{Step, reached};
 use crate::wait::{Checkpoint, Waiter, never_stop};
 
 /// Where regions live.
@@ -200,15 +201,20 @@ impl Region {
             std::mem::forget(pinned);
             return report;
         }
+        reached(Step::Close);
         let freeing = self.directory.begin_freeing();
         if self.role == Role::Creator {
+            reached(Step::DropName);
             report.name_problem = self.directory.drop_own_name(&self.name, &file).err();
         }
+        reached(Step::Unregister);
         if let Some(Err(refusals)) = pinned.map(Pinned::release) {
             mapping.as_ref().map(keep_for_good);
             report.unregister_problems = refusals;
         }
+        reached(Step::Unmap);
         drop(mapping);
+        reached(Step::CloseFile);
         drop(file);
         drop(freeing);
         if self.role == Role::Joiner {
@@ -220,6 +226,7 @@ impl Region {
     /// The creator died and nobody else is left: without this the name would stay until the next
     /// constructor comes.
     fn remove_name_if_last_out(&self) {
+        reached(Step::LastOut);
         let mut go_on = never_stop();
         let mut waiter = Waiter::new(CLOSE_PATIENCE, &mut go_on);
         // A failure leaves the file to the next constructor, which can say what is wrong with it.
