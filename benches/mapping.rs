@@ -12,7 +12,7 @@ mod support;
 use std::time::Duration;
 
 use criterion::measurement::WallTime;
-use criterion::{BenchmarkGroup, BenchmarkId, Criterion, Throughput};
+use criterion::{BenchmarkGroup, BenchmarkId, Criterion, SamplingMode, Throughput};
 use ec_shared_region::Region;
 
 use support::case::{Case, Shared, Step};
@@ -23,7 +23,7 @@ fn main() -> std::io::Result<()> {
     // All options are read before there is anything to clean up: wrong ones end the process.
     let mut usual = criterion(Duration::from_secs(2));
     // Making a region takes several times as long as cleaning it up, and is not timed there.
-    let mut brief = criterion(Duration::from_millis(300));
+    let mut brief = criterion(Duration::from_millis(500));
 
     let place = Place::new()?;
     let sizes_bytes = place.sizes_bytes();
@@ -35,6 +35,11 @@ fn main() -> std::io::Result<()> {
         let mut group = criterion.benchmark_group(step.to_string());
         for &len_bytes in &sizes_bytes {
             group.throughput(Throughput::Bytes(len_bytes as u64));
+            // Growing numbers of long steps would not fit into the time.
+            group.sampling_mode(match len_bytes >> 20 {
+                0..64 => SamplingMode::Auto,
+                _ => SamplingMode::Flat,
+            });
             bench::<Region>(&mut group, &place, step, len_bytes);
             bench::<Stock>(&mut group, &place, step, len_bytes);
         }

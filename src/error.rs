@@ -226,6 +226,35 @@ impl std::fmt::Display for WaitState {
     }
 }
 
+/// Something that did not stop the constructor, and that somebody should know before it goes on.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Warning {
+    /// The region fits the filesystem, but not what the control group may still use: the kernel may kill.
+    #[error(
+        "{wanted_bytes} bytes for `{path}` are charged to this control group, which uses {current_bytes} of {limit_bytes} bytes",
+        path = path.display()
+    )]
+    ControlGroup {
+        path: PathBuf,
+        wanted_bytes: u64,
+        current_bytes: u64,
+        limit_bytes: u64,
+    },
+}
+
+impl Warning {
+    /// What a person can do about it.
+    #[must_use]
+    pub fn hint(&self) -> &'static str {
+        match self {
+            Self::ControlGroup { .. } => {
+                "raise the container's memory limit by the size of the region, or the kernel may kill a process while pages are reserved"
+            }
+        }
+    }
+}
+
 impl Error {
     pub(crate) fn os(call: &'static str, path: impl Into<PathBuf>, source: impl Into<io::Error>) -> Self {
         Self::Os {

@@ -188,6 +188,7 @@ impl Locked<'_> {
             return Ok(Attach::Locked);
         }
         lock::announce_block_size(&fd, geometry.block_size_bytes());
+        lock::share_nonce(&fd);
         reached(Step::Attached);
         // After locking, look again whether the name is still that file.
         match self.stat(name)? {

@@ -22,20 +22,65 @@ pub fn sees_everything() -> bool {
     fs::read_link("/proc/self/ns/pid").is_ok_and(|link| link.as_os_str() == INITIAL_PID_NAMESPACE)
 }
 
+/// Processes that can be seen from here.
+fn processes() -> impl Iterator<Item = u32> {
+    fs::read_dir("/proc")
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+}
+
+/// Processes that have the file open for writing, or mapped; sorted.
+#[must_use]
+pub fn of(file: FileIdentity) -> Vec<u32> {
+    let mut found: Vec<_> = processes()
+        .filter(|&pid| has_open(pid, file, &[]) || has_mapped(pid, file))
+        .collect();
+    found.sort_unstable();
+    found
+}
+
+/// Life locks on the file whose holders live in other PID namespaces: /proc/locks shows them without a pid.
+#[must_use]
+pub fn unseen(file: FileIdentity) -> usize {
+    fs::read_to_string("/proc/locks").map_or(0, |locks| {
+        locks.lines().filter(|line| is_unseen_lock(line, file)).count()
+    })
+}
+
+/// A line of /proc/locks: `1: FLOCK ADVISORY READ pid major:minor:inode start end`; the pid is 0 or less
+/// where it cannot be told.
+fn is_unseen_lock(line: &str, file: FileIdentity) -> bool {
+    let mut fields = line.split_ascii_whitespace().skip(1);
+    let (Some("FLOCK"), Some(pid), Some(place)) = (fields.next(), fields.nth(2), fields.next()) else {
+        return false;
+    };
+    let Some((device, inode)) = place.rsplit_once(':') else {
+        return false;
+    };
+    pid.parse::<i32>().is_ok_and(|pid| pid <= 0) && is_device(device, file) && inode.parse() == Ok(file.inode)
+}
+
+/// `major:minor` in hex, as in /proc/PID/maps and /proc/locks.
+fn is_device(text: &str, file: FileIdentity) -> bool {
+    let Some((major, minor)) = text.split_once(':') else {
+        return false;
+    };
+    match (u64::from_str_radix(major, 16), u64::from_str_radix(minor, 16)) {
+        (Ok(major), Ok(minor)) => nix::sys::stat::makedev(major, minor) == file.device,
+        _ => false,
+    }
+}
+
 /// Does any process have the file open for writing, or mapped? Descriptors of this process in
 /// `except` do not count: they are the prober's own.
 #[must_use]
 pub fn is_held(file: FileIdentity, except: &[i32]) -> bool {
     let me = std::process::id();
-    let Ok(processes) = fs::read_dir("/proc") else {
-        return false;
-    };
-    processes
-        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse::<u32>().ok())
-        .any(|pid| {
-            let except = if pid == me { except } else { &[] };
-            has_open(pid, file, except) || has_mapped(pid, file)
-        })
+    processes().any(|pid| {
+        let except = if pid == me { except } else { &[] };
+        has_open(pid, file, except) || has_mapped(pid, file)
+    })
 }
 
 fn has_open(pid: u32, file: FileIdentity, except: &[i32]) -> bool {
@@ -73,13 +118,7 @@ fn maps_line_is(line: &str, file: FileIdentity) -> bool {
     let (Some(device), Some(inode)) = (fields.next(), fields.next()) else {
         return false;
     };
-    let Some((major, minor)) = device.split_once(':') else {
-        return false;
-    };
-    let (Ok(major), Ok(minor)) = (u64::from_str_radix(major, 16), u64::from_str_radix(minor, 16)) else {
-        return false;
-    };
-    inode.parse() == Ok(file.inode) && nix::sys::stat::makedev(major, minor) == file.device
+    inode.parse() == Ok(file.inode) && is_device(device, file)
 }
 
 #[cfg(test)]
@@ -102,6 +141,21 @@ mod tests {
     }
 
     #[test]
+    fn a_lock_without_a_visible_pid_is_unseen() {
+        let file = FileIdentity {
+            device: nix::sys::stat::makedev(0, 0x1a),
+            inode: 42,
+        };
+        let line = "3: FLOCK  ADVISORY  READ  0 00:1a:42 0 EOF";
+        assert!(is_unseen_lock(line, file));
+        assert!(is_unseen_lock(&line.replace(" 0 00", " -1 00"), file));
+        assert!(!is_unseen_lock(&line.replace(" 0 00", " 77 00"), file));
+        assert!(!is_unseen_lock(&line.replace("FLOCK", "OFDLCK"), file));
+        assert!(!is_unseen_lock(&line.replace("42", "43"), file));
+        assert!(!is_unseen_lock("", file));
+    }
+
+    #[test]
     fn writers_are_found_and_readers_are_not() {
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
         let path = directory.path().join("file");
@@ -113,6 +167,7 @@ mod tests {
             inode: meta.ino(),
         };
         assert!(is_held(identity, &[]));
+        assert_eq!(of(identity), [std::process::id()]);
         assert!(!is_held(identity, &[writer.as_raw_fd()]));
         drop(writer);
         let reader = File::open(&path).unwrap();

@@ -6,6 +6,8 @@
 //! names cudarc), and [`region`] is the state machine over all of them. [`reap`] removes what the dead
 //! left. The `python` module is the only one that names pyo3.
 
+pub mod cgroup;
+pub mod check;
 pub mod directory;
 pub mod error;
 pub mod file;

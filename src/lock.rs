@@ -1,11 +1,12 @@
 //! Signs of life that the kernel keeps and takes back by itself, also after SIGKILL.
 //!
-//! Four signs, each on the region's file or on its directory:
+//! Five signs, each on the region's file or on its directory:
 //!
 //! | sign | kind | says | ends with |
 //! |---|---|---|---|
 //! | life | `flock(LOCK_SH)` on the file | "a process of ours has it mapped" | the last descriptor or mapping of that open file |
 //! | geometry | OFD read lock on byte `GEOMETRY + block_size_bytes` of the file | "with this block size" | the same |
+//! | nonce | OFD read lock on byte `NONCE + nonce` of the file | "this very creation of the name" | the same |
 //! | preparing | OFD write lock on byte `PREPARING` of the file | "its creator is still reserving the bytes" | [`end_preparing`], or the same |
 //! | freeing | OFD read lock on byte 0 of the directory | "somebody is giving pages back right now" | [`Freeing`] dropped |
 //!
@@ -20,6 +21,7 @@
 
 #![allow(unsafe_code)] // `flock`, `F_SETLEASE` and `F_SETSIG` have no safe wrapper that fits: nix's unlocks on drop.
 
+use std::hash::{BuildHasher, Hasher};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
@@ -32,6 +34,10 @@ use crate::spec::MAX_REGION_BYTES;
 /// Lock bytes lie behind every byte that a region can have.
 const PREPARING: i64 = MAX_REGION_BYTES as i64;
 const GEOMETRY: i64 = PREPARING + 1;
+const GEOMETRY_END: i64 = GEOMETRY + MAX_REGION_BYTES as i64;
+/// A nonce is below this, so that its byte lies below `off_t`'s end.
+const NONCE_RANGE: i64 = 1 << 61;
+const NONCE: i64 = 1 << 62;
 
 /// `asm-generic/fcntl.h`; libc does not name it.
 const F_SETSIG: libc::c_int = 10;
@@ -106,7 +112,26 @@ pub fn announce_block_size(fd: &impl AsFd, block_size_bytes: usize) {
 
 /// The block size that a live holder announced. `None` where no holder of ours is left.
 pub fn announced_block_size(fd: &impl AsFd) -> Option<u64> {
-    conflict(fd, GEOMETRY, 0).and_then(|start| u64::try_from(start - GEOMETRY).ok())
+    conflict(fd, GEOMETRY, GEOMETRY_END - GEOMETRY).and_then(|start| u64::try_from(start - GEOMETRY).ok())
+}
+
+/// A number that no other creation of a region has.
+fn new_nonce() -> u64 {
+    // Seeded by the system's random numbers, once for each value.
+    let random = std::hash::RandomState::new().build_hasher().finish();
+    random % NONCE_RANGE.unsigned_abs()
+}
+
+/// Takes over the nonce that another holder announces, or chooses one, and announces it for as long as the
+/// file stays open here. To be called under the directory's lock.
+pub fn share_nonce(fd: &impl AsFd) {
+    let nonce = announced_nonce(fd).unwrap_or_else(new_nonce);
+    set(fd, libc::F_RDLCK, NONCE + (nonce % NONCE_RANGE.unsigned_abs()) as i64);
+}
+
+/// The nonce that a live holder announced. `None` where no holder of ours is left.
+pub fn announced_nonce(fd: &impl AsFd) -> Option<u64> {
+    conflict(fd, NONCE, 0).and_then(|start| u64::try_from(start - NONCE).ok())
 }
 
 pub fn begin_preparing(fd: &impl AsFd) {
@@ -201,6 +226,31 @@ mod tests {
         assert_eq!(announced_block_size(&reader), Some(7168));
         drop(holder);
         assert_eq!(announced_block_size(&reader), None);
+    }
+
+    #[test]
+    fn the_nonce_is_announced_beside_the_block_size() {
+        let pair = file();
+        let holder = writer(&pair);
+        let reader = File::open(&pair.path).unwrap();
+        assert_eq!(announced_nonce(&reader), None);
+        let first = writer(&pair);
+        share_nonce(&first);
+        let nonce = announced_nonce(&reader);
+        assert!(nonce.is_some());
+        share_nonce(&holder);
+        drop(first);
+        assert_eq!(announced_nonce(&reader), nonce);
+        assert_eq!(announced_block_size(&reader), None);
+        drop(holder);
+        let holder = writer(&pair);
+        share_nonce(&holder);
+        assert_ne!(announced_nonce(&reader), nonce);
+        drop(holder);
+        let holder = writer(&pair);
+        announce_block_size(&holder, crate::spec::MAX_REGION_BYTES as usize - 1);
+        assert_eq!(announced_block_size(&reader), Some(crate::spec::MAX_REGION_BYTES - 1));
+        assert_eq!(announced_nonce(&reader), None);
     }
 
     #[test]

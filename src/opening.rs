@@ -227,6 +227,10 @@ impl<'s> Opening<'s> {
     /// The creator's part: reserve every page, then let joiners in, then map the pages ahead.
     fn prepare(&self, file: &File, waiter: &mut Waiter<'_, '_>) -> Result<(Mapping, PrefaultReport)> {
         let total = self.spec.geometry.total_bytes();
+        // Said before a byte is charged: afterwards there may be nobody left to say it.
+        if let Some(warning) = prefault::control_group_warning(total, &self.path) {
+            waiter.warn(&warning);
+        }
         let ((), reserve) = prefault::timed(|| prefault::reserve(file, total, &self.directory, &self.path, waiter))?;
         reached(Step::Map);
         let mapping = self.map(file)?;

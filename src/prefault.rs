@@ -11,8 +11,9 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::libc;
 
+use crate::cgroup;
 use crate::directory::Directory;
-use crate::error::{Available, Error, Resource, Result};
+use crate::error::{Available, Error, Resource, Result, Warning};
 use crate::mapping::{Mapping, page_bytes};
 use crate::step::{Step, reached};
 use crate::wait::Waiter;
@@ -194,6 +195,19 @@ pub(crate) fn file_size_limit() -> u64 {
 /// RAM and swap of the machine.
 pub(crate) fn machine_memory_bytes() -> u64 {
     nix::sys::sysinfo::sysinfo().map_or(u64::MAX, |info| info.ram_total().saturating_add(info.swap_total()))
+}
+
+/// Would the control group's limit be passed? A warning and no error, since the group's page cache may give way.
+#[must_use]
+pub fn control_group_warning(total_bytes: usize, path: &Path) -> Option<Warning> {
+    let membership = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    let limit = cgroup::memory_limit(Path::new(cgroup::ROOT), &membership)?;
+    (total_bytes as u64 > limit.left_bytes()).then(|| Warning::ControlGroup {
+        path: path.to_owned(),
+        wanted_bytes: total_bytes as u64,
+        current_bytes: limit.current_bytes,
+        limit_bytes: limit.limit_bytes,
+    })
 }
 
 /// Refuses what cannot fit before a byte is reserved: reserving an absurd size in pieces would fill

@@ -160,6 +160,7 @@ impl Locked<'_> {
         lock::hold_shared(fd).map_err(os("flock"))?;
         lock::begin_preparing(fd);
         lock::announce_block_size(fd, geometry.block_size_bytes());
+        lock::share_nonce(fd);
         Ok(())
     }
 }

@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use crate::check::{self, CheckReport, Identity};
 use crate::directory::Directory;
 use crate::error::{Error, Result};
 use crate::mapping::{Mapping, page_bytes};
@@ -130,6 +131,25 @@ impl Region {
     #[must_use]
     pub fn is_pinned(&self) -> bool {
         self.pinned.is_some()
+    }
+
+    /// Looks at the file and its name, without touching the memory.
+    ///
+    /// # Errors
+    /// [`Error::Closed`], [`Error::Os`].
+    pub fn check(&self) -> Result<CheckReport> {
+        let file = self.file.as_ref().ok_or(Error::Closed)?;
+        check::check(file, &self.directory, &self.name, self.geometry)
+            .map_err(|source| Error::os("fstat", &self.path, source))
+    }
+
+    /// Which creation of the region this is.
+    ///
+    /// # Errors
+    /// [`Error::Closed`], [`Error::Os`].
+    pub fn identity(&self) -> Result<Identity> {
+        let file = self.file.as_ref().ok_or(Error::Closed)?;
+        Identity::of(file).map_err(|source| Error::os("open", &self.path, source))
     }
 
     /// False in a child that was forked after the region was opened.

@@ -12,9 +12,9 @@ pub const NAME_SUFFIX: &str = ".mmap";
 /// Linux limits one component of a path to 255 bytes (not characters), see `path_resolution(7)`.
 const NAME_MAX: usize = 255;
 
-/// No region may reach this many bytes: offsets from here on are used for lock bytes
+/// No region may reach this many bytes (1 EiB): offsets from here on are used for lock bytes
 /// ([`crate::lock`]), and `off_t` ends at 2^63.
-pub const MAX_REGION_BYTES: u64 = 1 << 62;
+pub const MAX_REGION_BYTES: u64 = 1 << 60;
 
 /// An engine id that is known to be one component of a path: not empty, no `/`, no NUL,
 /// not made of dots, and short enough to fit into a file name.
@@ -249,10 +249,10 @@ mod tests {
         for (blocks, size) in [(0, 1), (1, 0), (0, 0)] {
             assert!(matches!(Geometry::new(blocks, size), Err(Error::InvalidNumber { .. })));
         }
-        for (blocks, size) in [(u64::MAX, 2), (1 << 62, 1), (1 << 31, 1 << 31), (u64::MAX, u64::MAX)] {
+        for (blocks, size) in [(u64::MAX, 2), (1 << 60, 1), (1 << 30, 1 << 30), (u64::MAX, u64::MAX)] {
             assert!(matches!(Geometry::new(blocks, size), Err(Error::TooLarge { .. })));
         }
-        assert!(Geometry::new((1 << 62) - 1, 1).is_ok());
+        assert!(Geometry::new((1 << 60) - 1, 1).is_ok());
     }
 
     proptest! {

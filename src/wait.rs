@@ -3,11 +3,26 @@
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, Warning};
 
-/// Asked between the steps of everything that can take long; `Break` means stop and undo.
-/// The Python binding looks for signals here.
-pub type Checkpoint<'a> = dyn FnMut() -> ControlFlow<()> + 'a;
+/// Whom the core works for. A closure that answers the first question is one.
+pub trait Host {
+    /// Asked between the steps of everything that can take long; `Break` means stop and undo.
+    /// The Python binding looks for signals here.
+    fn checkpoint(&mut self) -> ControlFlow<()>;
+
+    /// Told at once, since what it warns of may end the process.
+    fn warn(&mut self, _warning: &Warning) {}
+}
+
+impl<F: FnMut() -> ControlFlow<()>> Host for F {
+    fn checkpoint(&mut self) -> ControlFlow<()> {
+        self()
+    }
+}
+
+/// The host of one call.
+pub type Checkpoint<'a> = dyn Host + 'a;
 
 const SHORTEST_PAUSE: Duration = Duration::from_micros(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(10);
@@ -23,7 +38,7 @@ pub fn pause_after(elapsed: Duration) -> Duration {
 pub struct Waiter<'a, 'c> {
     began: Instant,
     limit: Duration,
-    checkpoint: &'a mut Checkpoint<'c>,
+    host: &'a mut Checkpoint<'c>,
 }
 
 impl std::fmt::Debug for Waiter<'_, '_> {
@@ -36,11 +51,11 @@ impl std::fmt::Debug for Waiter<'_, '_> {
 }
 
 impl<'a, 'c> Waiter<'a, 'c> {
-    pub fn new(limit: Duration, checkpoint: &'a mut Checkpoint<'c>) -> Self {
+    pub fn new(limit: Duration, host: &'a mut Checkpoint<'c>) -> Self {
         Self {
             began: Instant::now(),
             limit,
-            checkpoint,
+            host,
         }
     }
 
@@ -57,10 +72,14 @@ impl<'a, 'c> Waiter<'a, 'c> {
     /// # Errors
     /// [`Error::Interrupted`] if the caller wants to stop.
     pub fn checkpoint(&mut self) -> Result<()> {
-        match (self.checkpoint)() {
+        match self.host.checkpoint() {
             ControlFlow::Continue(()) => Ok(()),
             ControlFlow::Break(()) => Err(Error::Interrupted),
         }
+    }
+
+    pub fn warn(&mut self, warning: &Warning) {
+        self.host.warn(warning);
     }
 
     /// Sleeps for a pause that fits a wait that began at `since`, never past the end of the whole.

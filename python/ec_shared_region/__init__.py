@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ._core import build_info
 from ._core import wait_for_file_size as _wait_for_file_size
+from .check import CheckResult, Identity
 from .errors import (
     AccessDeniedError,
     ArgumentTypeError,
@@ -31,10 +32,12 @@ from .region import ECSharedRegion, logger
 __all__ = [
     "AccessDeniedError",
     "ArgumentTypeError",
+    "CheckResult",
     "DirectoryMissingError",
     "ECSharedRegion",
     "ForeignFileError",
     "GeometryMismatchError",
+    "Identity",
     "InvalidArgumentError",
     "NoSpaceError",
     "PinError",

@@ -47,7 +47,7 @@ class InvalidArgumentError(RegionError, ValueError):
 
 
 class SizeOverflowError(InvalidArgumentError, OverflowError):
-    """``num_blocks * block_size_bytes`` is beyond what a file offset can hold (2**62 bytes)."""
+    """``num_blocks * block_size_bytes`` is beyond what a file offset can hold (2**60 bytes)."""
 
 
 class ArgumentTypeError(RegionError, TypeError):

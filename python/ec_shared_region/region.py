@@ -12,7 +12,8 @@ from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from . import _core, errors, pin
+from . import _core, check, errors, pin
+from .check import CheckResult, Identity
 from .pin import PinResult
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ class ECSharedRegion(_core.Region):
             _seconds("timeout", timeout),
             _text("mode", mode),
             _text("populate", populate),
+            logger.warning,
         )
         self.engine_id = engine_id
         self.num_blocks = num_blocks
@@ -251,6 +253,25 @@ class ECSharedRegion(_core.Region):
         self._pin_result = result
         return result
 
+    def check(self) -> CheckResult:
+        """Looks at the region from outside, without touching its memory: is the name still there and still
+        this file, has the file its size and its backing, who else holds it.
+
+        :return: a :class:`CheckResult`, true if there is no problem.
+        :raises ValueError: the region is closed.
+        :raises OSError: the file cannot be looked at.
+        """
+        return check.result_of(self._check(), self._mmap_path)
+
+    def identity(self) -> Identity:
+        """Which creation of the region this is; equal in every process that shares the bytes.
+
+        :return: device, inode and a nonce of the creation.
+        :raises ValueError: the region is closed.
+        :raises OSError: the system has no OFD locks, which carry the nonce.
+        """
+        return Identity(*self._identity())
+
     def cleanup(self) -> None:
         """Lets go of the region: the creator takes the name away first, then the registration, the
         tensor, the mapping and the descriptor go.
@@ -341,11 +362,11 @@ def _whole_number(what: str, value: Any) -> int:
     number = operator.index(value)
     if number < 0:
         raise _argument_error(errors.InvalidArgumentError, f"invalid {what}: {number}: it must be at least 1", hint)
-    if number >= 1 << 62:
+    if number >= 1 << 60:
         shown = f"{number:.3e}" if number < 1 << 1000 else f"an integer of {number.bit_length()} bits"
         raise _argument_error(
             errors.SizeOverflowError,
-            f"invalid {what}: {shown}: a region has less than 2**62 bytes",
+            f"invalid {what}: {shown}: a region has less than 2**60 bytes",
             "check the unit of the budget: it is in bytes",
         )
     return number

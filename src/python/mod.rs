@@ -14,37 +14,77 @@ use std::time::{Duration, Instant};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::error::Warning;
+use crate::wait::Host;
+
 /// How long Ctrl-C may go unnoticed. Each look takes the GIL, so it is not done at every step.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// Runs core code without the GIL, with a checkpoint that runs Python's signal handlers. An exception
-/// of a handler (`KeyboardInterrupt`) comes out in place of the core's "interrupted".
+/// The core's host: runs Python's signal handlers at checkpoints, and hands warnings to a callable.
+struct PythonHost {
+    runs_handlers: bool,
+    last_look: Instant,
+    raised: Option<PyErr>,
+    /// Called with the text of a warning.
+    warn: Option<Py<PyAny>>,
+}
+
+impl PythonHost {
+    fn keep(&mut self, answer: Option<PyResult<()>>) -> ControlFlow<()> {
+        match answer {
+            Some(Err(error)) => {
+                self.raised = Some(error);
+                ControlFlow::Break(())
+            }
+            Some(Ok(())) | None => ControlFlow::Continue(()),
+        }
+    }
+}
+
+impl Host for PythonHost {
+    fn checkpoint(&mut self) -> ControlFlow<()> {
+        if self.raised.is_some() {
+            return ControlFlow::Break(());
+        }
+        if !self.runs_handlers || self.last_look.elapsed() < SIGNAL_INTERVAL {
+            return ControlFlow::Continue(());
+        }
+        self.last_look = Instant::now();
+        let answer = Python::try_attach(|py| py.check_signals());
+        self.keep(answer)
+    }
+
+    fn warn(&mut self, warning: &Warning) {
+        let text = format!("{warning}\nhint: {}", warning.hint());
+        let answer = Python::try_attach(|py| match &self.warn {
+            Some(warn) => warn.call1(py, (text,)).map(drop),
+            None => Ok(()),
+        });
+        // What the callable raises ends the work at the next checkpoint.
+        let _ = self.keep(answer);
+    }
+}
+
+/// Runs core code without the GIL. An exception of a signal handler (`KeyboardInterrupt`) comes out in
+/// place of the core's "interrupted".
 fn run_detached<T: Send>(
     py: Python<'_>,
+    warn: Option<Py<PyAny>>,
     work: impl Send + FnOnce(&mut crate::wait::Checkpoint<'_>) -> crate::Result<T>,
 ) -> PyResult<T> {
+    let began = Instant::now();
     let (result, raised) = py.detach(|| {
-        let runs_handlers = thread::runs_signal_handlers();
-        let began = Instant::now();
-        let mut raised = None;
-        let mut last_look = began;
-        let result = work(&mut || {
-            if !runs_handlers || last_look.elapsed() < SIGNAL_INTERVAL {
-                return ControlFlow::Continue(());
-            }
-            last_look = Instant::now();
-            match Python::try_attach(|py| py.check_signals()) {
-                Some(Err(error)) => {
-                    raised = Some(error);
-                    ControlFlow::Break(())
-                }
-                Some(Ok(())) | None => ControlFlow::Continue(()),
-            }
-        });
-        if !runs_handlers && began.elapsed() > SIGNAL_INTERVAL {
+        let mut host = PythonHost {
+            runs_handlers: thread::runs_signal_handlers(),
+            last_look: began,
+            raised: None,
+            warn,
+        };
+        let result = work(&mut host);
+        if !host.runs_handlers && began.elapsed() > SIGNAL_INTERVAL {
             thread::end_with_the_interpreter();
         }
-        (result, raised)
+        (result, host.raised)
     });
     match (result, raised) {
         (Ok(value), None) => Ok(value),
@@ -82,7 +122,7 @@ fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 #[pyo3(signature = (fd, expected_size, timeout = 30.0))]
 fn wait_for_file_size(py: Python<'_>, fd: i32, expected_size: u64, timeout: f64) -> PyResult<()> {
     let limit = errors::seconds(py, timeout)?;
-    run_detached(py, |checkpoint| {
+    run_detached(py, None, |checkpoint| {
         crate::file::wait_for_size(fd, expected_size, limit, checkpoint)
     })
 }
@@ -101,6 +141,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<region::PyRegion>()?;
     module.add_class::<region::PyOpenReport>()?;
     module.add_class::<region::PyPinOutcome>()?;
+    module.add_class::<region::PyCheckReport>()?;
     module.add_class::<buffer::PyMapping>()?;
     module.add_function(wrap_pyfunction!(build_info, module)?)?;
     module.add_function(wrap_pyfunction!(kept_mappings, module)?)?;

@@ -19,6 +19,7 @@ use pyo3::types::{PyDict, PyTuple};
 use super::buffer::{self, PyMapping, Shape};
 use super::torch_cudart::{Interrupted, TorchCudart};
 use super::{errors, run_detached};
+use crate::check::Name;
 use crate::mapping::Mapping;
 use crate::pin::{HostRegistrar, MAX_PIECE_BYTES, PinRefused, PinReport, Refusal};
 use crate::prefault::Method;
@@ -46,6 +47,22 @@ pub(super) struct PyOpenReport {
     prefault_method: &'static str,
     /// Dead files that were removed on the way: (file name, bytes).
     reclaimed: Vec<(String, u64)>,
+}
+
+/// What `Region._check` found.
+#[pyclass(frozen, get_all, name = "CheckReport", module = "ec_shared_region._core")]
+pub(super) struct PyCheckReport {
+    /// "ours", "lost" or "replaced".
+    name: &'static str,
+    size_bytes: u64,
+    expected_bytes: u64,
+    allocated_bytes: u64,
+    links: u64,
+    mode: u32,
+    uid: u32,
+    foreign_block_size: Option<u64>,
+    holders: Vec<u32>,
+    unseen_holders: usize,
 }
 
 /// What `Region._pin` came to.
@@ -251,6 +268,7 @@ impl PyRegion {
         timeout: f64,
         mode: &str,
         populate: &str,
+        warn: Option<Py<PyAny>>,
     ) -> PyResult<PyOpenReport> {
         let wrong = |error| errors::to_python(py, &error);
         let geometry = Geometry::new(num_blocks, block_size_bytes).map_err(wrong)?;
@@ -266,7 +284,7 @@ impl PyRegion {
                 "this region is open already: make another object for another region",
             ));
         }
-        let (region, report) = run_detached(py, |checkpoint| Region::open(&spec, checkpoint))?;
+        let (region, report) = run_detached(py, warn, |checkpoint| Region::open(&spec, checkpoint))?;
         let (Some(mapping), Some(file)) = (region.mapping().cloned(), region.file()) else {
             return Err(errors::to_python(py, &crate::Error::Closed));
         };
@@ -363,6 +381,41 @@ impl PyRegion {
         self.on_region(py, Region::unpin)?
             .err()
             .and_then(|refusals| kept(&refusals))
+    }
+
+    /// What the file and its name look like now, without touching the memory.
+    fn _check(&self, py: Python<'_>) -> PyResult<PyCheckReport> {
+        let report = py.detach(|| match self.state().as_ref().and_then(|state| state.as_ref()) {
+            Some(region) => region.check(),
+            None => Err(crate::Error::Closed),
+        });
+        let report = report.map_err(|error| errors::to_python(py, &error))?;
+        Ok(PyCheckReport {
+            name: match report.name {
+                Name::Ours => "ours",
+                Name::Lost => "lost",
+                Name::Replaced => "replaced",
+            },
+            size_bytes: report.size_bytes,
+            expected_bytes: report.expected_bytes,
+            allocated_bytes: report.allocated_bytes,
+            links: report.links,
+            mode: report.mode,
+            uid: report.uid,
+            foreign_block_size: report.foreign_block_size,
+            holders: report.holders,
+            unseen_holders: report.unseen_holders,
+        })
+    }
+
+    /// (device, inode, nonce) of this creation of the region.
+    fn _identity(&self, py: Python<'_>) -> PyResult<(u64, u64, u64)> {
+        let identity = match self.state().as_ref().and_then(|state| state.as_ref()) {
+            Some(region) => region.identity(),
+            None => Err(crate::Error::Closed),
+        };
+        let identity = identity.map_err(|error| errors::to_python(py, &error))?;
+        Ok((identity.device, identity.inode, identity.nonce))
     }
 
     /// Lets go of everything, see `cleanup`; waits for a registration in progress. Returns what could
