@@ -23,6 +23,7 @@ const PORTABLE: c_uint = sys::cudaHostRegisterPortable;
 /// "Give me the copy that is loaded, and load none", dlopen(3); libloading does not name it.
 const RTLD_NOLOAD: c_int = nix::libc::RTLD_NOLOAD;
 const NO_DEVICE: c_int = sys::cudaError::cudaErrorNoDevice as c_int;
+const UNKNOWN: c_int = sys::cudaError::cudaErrorUnknown as c_int;
 
 // Return codes are read as integers: cudarc's enum knows the codes of one CUDA release, and a code
 // that it does not know would be undefined behaviour.
@@ -41,11 +42,15 @@ pub struct CudaRuntime {
     unregister: Unregister,
     device_count: DeviceCount,
     set_device: Option<SetDevice>,
+    host_get_flags: Option<HostGetFlags>,
     last_error: Option<LastError>,
     error_name: Option<ErrorText>,
     error_text: Option<ErrorText>,
     device: Option<c_int>,
 }
+
+/// What is known of an address, `cudaHostGetFlags`.
+type HostGetFlags = unsafe extern "C" fn(*mut c_uint, *mut c_void) -> c_int;
 
 /// No copy would do: what was tried, and why it was passed over.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -60,12 +65,14 @@ impl CudaRuntime {
     /// # Errors
     /// [`NotFound`] is a value, not a fault: a machine without CUDA has no runtime.
     pub fn find(package_roots: &[PathBuf]) -> Result<Self, NotFound> {
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+        // Lossy: one file with an odd name must not hide the others.
+        let maps = std::fs::read("/proc/self/maps").unwrap_or_default();
+        let maps = String::from_utf8_lossy(&maps);
         let mut tried = NotFound::default();
         for torch in locate::loaded_torch(&maps) {
             // What torch is linked to statically has no symbol that could be found.
             if let Ok(library) = open(&torch, RTLD_LAZY | RTLD_NOLOAD)
-                && let Some(found) = tried.keep(&torch, Self::from_library(library))
+                && let Some(found) = tried.keep(&torch, Self::bound_to(library))
             {
                 return Ok(found);
             }
@@ -77,6 +84,10 @@ impl CudaRuntime {
         }
         let names = locate::VERSIONED_NAMES.iter().map(PathBuf::from);
         for path in names.chain(locate::in_packages(package_roots)) {
+            if let Some(broken) = locate::broken_file(&path) {
+                tried.tried.push((broken, "it is no whole library".to_owned()));
+                continue;
+            }
             if let Some(found) = tried.keep(&path, open(&path, RTLD_NOW | RTLD_LOCAL).and_then(Self::from_library)) {
                 return Ok(found);
             }
@@ -99,6 +110,31 @@ impl CudaRuntime {
     pub fn on_device(mut self, device: Option<i32>) -> Self {
         self.device = device;
         self
+    }
+
+    /// The copy that a loaded library's own calls go to: the global scope comes first, as it does for the
+    /// loader (`LD_PRELOAD`, `RTLD_GLOBAL`), where it offers the version that the library was linked with.
+    fn bound_to(library: Library) -> Result<Self, String> {
+        const VERSIONS: [&CStr; 3] = [c"libcudart.so.13", c"libcudart.so.12", c"libcudart.so.11.0"];
+        // SAFETY: only looked up, not called.
+        let versioned = |handle: *mut c_void, name: &[u8], version: &CStr| unsafe {
+            nix::libc::dlvsym(handle, name.as_ptr().cast(), version.as_ptr()).cast_const()
+        };
+        let handle = library.into_raw();
+        let wanted = VERSIONS
+            .into_iter()
+            .find(|version| !versioned(handle, b"cudaHostRegister\0", version).is_null());
+        // SAFETY: the handle that was just taken apart.
+        let library = unsafe { Library::from_raw(handle) };
+        if let Some(version) = wanted {
+            let global =
+                |name: &[u8]| Some(versioned(nix::libc::RTLD_DEFAULT, name, version)).filter(|found| !found.is_null());
+            if let Ok(found) = Self::from_symbols(global) {
+                std::mem::forget(library);
+                return Ok(found);
+            }
+        }
+        Self::from_library(library)
     }
 
     fn from_library(library: Library) -> Result<Self, String> {
@@ -130,6 +166,9 @@ impl CudaRuntime {
                 set_device: needed(c"cudaSetDevice")
                     .ok()
                     .map(|f| std::mem::transmute::<*const c_void, SetDevice>(f)),
+                host_get_flags: needed(c"cudaHostGetFlags")
+                    .ok()
+                    .map(|f| std::mem::transmute::<*const c_void, HostGetFlags>(f)),
                 last_error: needed(c"cudaGetLastError")
                     .ok()
                     .map(|f| std::mem::transmute::<*const c_void, LastError>(f)),
@@ -149,18 +188,18 @@ impl CudaRuntime {
     pub fn require_device(&self) -> Result<(), Refusal> {
         let mut count: c_int = 0;
         // SAFETY: the call writes one int.
-        self.check(unsafe { (self.device_count)(&raw mut count) })?;
+        self.check("cudaGetDeviceCount", unsafe { (self.device_count)(&raw mut count) })?;
         if count > 0 {
             Ok(())
         } else {
-            Err(self.refusal(NO_DEVICE))
+            Err(self.refusal("cudaGetDeviceCount", NO_DEVICE))
         }
     }
 
     /// A failed call leaves its error pending in this copy of the runtime, on this thread, where it
     /// would hit an innocent call: it is taken off. Once: without a driver there is always another.
     /// Success takes nothing off, so an error of somebody else's stays theirs.
-    fn check(&self, code: c_int) -> Result<(), Refusal> {
+    fn check(&self, call: &'static str, code: c_int) -> Result<(), Refusal> {
         if code == 0 {
             return Ok(());
         }
@@ -168,10 +207,10 @@ impl CudaRuntime {
             // SAFETY: takes nothing, returns an int.
             unsafe { last_error() };
         }
-        Err(self.refusal(code))
+        Err(self.refusal(call, code))
     }
 
-    fn refusal(&self, code: c_int) -> Refusal {
+    fn refusal(&self, call: &'static str, code: c_int) -> Refusal {
         let text = |function: Option<ErrorText>| {
             // SAFETY: any int is a valid argument.
             let text = function.map_or(std::ptr::null(), |function| unsafe { function(code) });
@@ -183,32 +222,11 @@ impl CudaRuntime {
             }
         };
         Refusal {
+            call,
             code,
             name: text(self.error_name),
             text: text(self.error_text),
         }
-    }
-
-    /// Makes the calls with the wanted device current. On a thread of its own: setting a device makes its
-    /// context, so setting the old one back could make one on GPU 0 that nobody asked for.
-    fn with_device(&self, calls: impl FnOnce() -> Result<(), Refusal> + Send) -> Result<(), Refusal> {
-        let (Some(device), Some(set_device)) = (self.device, self.set_device) else {
-            return calls();
-        };
-        std::thread::scope(|scope| {
-            let worker = scope.spawn(|| {
-                // SAFETY: takes an int.
-                self.check(unsafe { set_device(device) })?;
-                calls()
-            });
-            worker.join().unwrap_or_else(|_| {
-                Err(Refusal {
-                    code: NO_DEVICE,
-                    name: String::new(),
-                    text: String::from("the registering thread panicked"),
-                })
-            })
-        })
     }
 }
 
@@ -246,12 +264,54 @@ fn path_of(symbol: *const c_void) -> PathBuf {
 impl HostRegistrar for CudaRuntime {
     fn register(&self, address: usize, len_bytes: usize) -> Result<(), Refusal> {
         // SAFETY: the region keeps the range mapped until it is unregistered.
-        self.with_device(|| self.check(unsafe { (self.register)(address as *mut c_void, len_bytes, PORTABLE) }))
+        let code = unsafe { (self.register)(address as *mut c_void, len_bytes, PORTABLE) };
+        self.check("cudaHostRegister", code)
     }
 
     fn unregister(&self, address: usize) -> Result<(), Refusal> {
         // SAFETY: an address that was registered, or one that the runtime refuses.
-        self.check(unsafe { (self.unregister)(address as *mut c_void) })
+        self.check("cudaHostUnregister", unsafe {
+            (self.unregister)(address as *mut c_void)
+        })
+    }
+
+    fn is_registered(&self, address: usize) -> Option<bool> {
+        let get_flags = self.host_get_flags?;
+        let mut flags: c_uint = 0;
+        // SAFETY: writes one unsigned int; any address may be asked about.
+        let code = unsafe { get_flags(&raw mut flags, address as *mut c_void) };
+        Some(self.check("cudaHostGetFlags", code).is_ok())
+    }
+
+    /// On a thread of its own where a device is wanted: setting a device makes its context, so setting the
+    /// old one back could make one on GPU 0 that nobody asked for.
+    fn run(&self, calls: &mut (dyn FnMut() + Send)) -> Result<(), Refusal> {
+        let Some(device) = self.device else {
+            calls();
+            return Ok(());
+        };
+        let failed = |text: String| Refusal {
+            call: "cudaSetDevice",
+            code: UNKNOWN,
+            name: "cudaErrorUnknown".to_owned(),
+            text,
+        };
+        let Some(set_device) = self.set_device else {
+            return Err(failed("this runtime has no cudaSetDevice".to_owned()));
+        };
+        std::thread::scope(|scope| {
+            let worker = std::thread::Builder::new()
+                .spawn_scoped(scope, || {
+                    // SAFETY: takes an int.
+                    self.check("cudaSetDevice", unsafe { set_device(device) })?;
+                    calls();
+                    Ok(())
+                })
+                .map_err(|error| failed(format!("no thread to make the calls on: {error}")))?;
+            worker
+                .join()
+                .unwrap_or_else(|_| Err(failed("the registering thread panicked".to_owned())))
+        })
     }
 
     fn backend(&self) -> &'static str {
@@ -260,5 +320,25 @@ impl HostRegistrar for CudaRuntime {
 
     fn library_path(&self) -> Option<PathBuf> {
         Some(self.path.clone())
+    }
+}
+
+/// Takes the pending error off the runtime that torch's libraries call, on this thread: what was called
+/// through torch's own binding leaves its error there.
+pub fn drain_torch() {
+    let maps = std::fs::read("/proc/self/maps").unwrap_or_default();
+    for torch in locate::loaded_torch(&String::from_utf8_lossy(&maps)) {
+        let Ok(library) = open(&torch, RTLD_LAZY | RTLD_NOLOAD) else {
+            continue;
+        };
+        if let Ok(CudaRuntime {
+            last_error: Some(last_error),
+            ..
+        }) = CudaRuntime::bound_to(library)
+        {
+            // SAFETY: takes nothing, returns an int.
+            unsafe { last_error() };
+            return;
+        }
     }
 }

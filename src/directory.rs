@@ -20,9 +20,10 @@ use nix::unistd::{UnlinkatFlags, unlinkat};
 
 use crate::error::{Error, Result, WaitState};
 use crate::file::identity;
+use crate::fork::Unshared;
 use crate::lock::{self, Exclusive, Freeing};
 use crate::publish::UNNAMED_PREFIX;
-use crate::spec::EngineId;
+use crate::spec::{EngineId, NAME_PREFIX, NAME_SUFFIX};
 use crate::step::{Step, reached};
 use crate::wait::Waiter;
 
@@ -92,7 +93,7 @@ impl Directory {
 
     fn try_lock(&self) -> Result<Option<Locked<'_>>> {
         let os = |source| Error::os("flock", &self.path, source);
-        let held = Exclusive::try_hold(self.reopen().map_err(os)?).map_err(os)?;
+        let held = Exclusive::try_hold(Unshared::from(self.reopen().map_err(os)?)).map_err(os)?;
         Ok(held.map(|held| Locked {
             directory: self,
             _held: held,
@@ -103,7 +104,7 @@ impl Directory {
     /// `None` where the kernel refuses the lock: then they only fail sooner.
     #[must_use]
     pub fn begin_freeing(&self) -> Option<Freeing> {
-        self.reopen().map(Freeing::begin).ok()
+        self.reopen().map(|directory| Freeing::begin(directory.into())).ok()
     }
 
     #[must_use]
@@ -135,8 +136,11 @@ impl Directory {
         entries
             .flatten()
             .filter_map(|entry| CString::new(entry.file_name().as_bytes()).ok())
+            // By bytes: the original class also makes names that are no valid text.
             .filter(|name| {
-                EngineId::from_file_name(name).is_some() || name.to_bytes().starts_with(UNNAMED_PREFIX.as_bytes())
+                let name = name.to_bytes();
+                name.starts_with(NAME_PREFIX.as_bytes()) && name.ends_with(NAME_SUFFIX.as_bytes())
+                    || name.starts_with(UNNAMED_PREFIX.as_bytes())
             })
             .collect()
     }
@@ -202,7 +206,7 @@ impl Room {
 #[derive(Debug)]
 pub struct Locked<'d> {
     pub(crate) directory: &'d Directory,
-    _held: Exclusive<OwnedFd>,
+    _held: Exclusive<Unshared>,
 }
 
 #[cfg(test)]

@@ -73,6 +73,10 @@ pub enum Error {
     #[error("interrupted")]
     Interrupted,
 
+    /// A signal handler forked during the call, and this is the child. Nothing of the parent's was touched.
+    #[error("this process was forked while the call ran in its parent")]
+    Forked,
+
     /// The region was closed.
     #[error("the region is closed")]
     Closed,
@@ -337,7 +341,8 @@ impl Error {
             }
             Self::Timeout { state, similar, .. } => {
                 let mut hint = String::from(match state {
-                    WaitState::NoFile { .. } | WaitState::DeadFile { .. } => {
+                    WaitState::DeadFile { .. } => "a constructor that may create replaces it: use mode=\"create_or_join\"",
+                    WaitState::NoFile { .. } => {
                         "is the engine running, on this host and in this container? /dev/shm is not shared between hosts"
                     }
                     WaitState::NotSized { .. } => {
@@ -361,6 +366,7 @@ impl Error {
                 hint
             }
             Self::Closed => "open a new region: a closed one does not come back".into(),
+            Self::Forked => "open the region in the child by a call of its own".into(),
             Self::Interrupted => return None,
             Self::Os { source, path, .. } => match source.raw_os_error() {
                 Some(nix::libc::ENOENT) => format!(

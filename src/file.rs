@@ -5,7 +5,7 @@
 use std::ffi::CStr;
 use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
@@ -17,6 +17,7 @@ use nix::unistd::geteuid;
 
 use crate::directory::Locked;
 use crate::error::{Error, Result, WaitState};
+use crate::fork::Unshared;
 use crate::holders::{self, FileIdentity};
 use crate::lock::{self, Exclusive};
 use crate::spec::Geometry;
@@ -26,6 +27,8 @@ use crate::wait::{Checkpoint, Waiter};
 /// What stands at a name.
 #[derive(Debug)]
 pub enum Probe {
+    /// The name changed hands while it was looked at.
+    Changed,
     Absent,
     /// Nobody holds it. `is_proven` is false where only a partial view of /proc says so.
     Dead {
@@ -38,7 +41,7 @@ pub enum Probe {
 /// A region file that was looked at, held open for reading so that its identity stays proof.
 #[derive(Debug)]
 pub struct Found {
-    fd: OwnedFd,
+    fd: Unshared,
     pub size_bytes: u64,
     pub allocated_bytes: u64,
 }
@@ -48,6 +51,12 @@ impl Found {
     #[must_use]
     pub fn announced_block_size(&self) -> Option<u64> {
         lock::announced_block_size(&self.fd)
+    }
+
+    /// Is everybody who holds it, as far as can be seen, on the way out?
+    #[must_use]
+    pub fn is_held_by_the_dying_only(&self) -> bool {
+        fstat(&self.fd).is_ok_and(|stat| holders::are_dying(identity(&stat)))
     }
 
     #[must_use]
@@ -82,7 +91,8 @@ impl Locked<'_> {
     /// [`Error::Foreign`] for what is not a region file of this user, [`Error::Os`].
     pub fn probe(&self, name: &CStr) -> Result<Probe> {
         reached(Step::Probe);
-        loop {
+        // Bounded: the directory's lock is held, and a neighbour that keeps renaming takes none.
+        for _ in 0..16 {
             let Some(stat) = self.stat(name)? else {
                 return Ok(Probe::Absent);
             };
@@ -99,8 +109,9 @@ impl Locked<'_> {
                 continue; // the original class takes no lock: the name changed hands
             }
             self.verify(name, &opened)?;
-            return self.judge(name, fd, &opened);
+            return self.judge(name, fd.into(), &opened);
         }
+        Ok(Probe::Changed)
     }
 
     /// G10: a plain file of this user, on this filesystem, with one name, closed to others.
@@ -138,7 +149,7 @@ impl Locked<'_> {
         })
     }
 
-    fn judge(&self, name: &CStr, fd: OwnedFd, stat: &FileStat) -> Result<Probe> {
+    fn judge(&self, name: &CStr, fd: Unshared, stat: &FileStat) -> Result<Probe> {
         let exclusive =
             Exclusive::try_hold(&fd).map_err(|source| Error::os("flock", self.directory.join(name), source))?;
         let (is_live, is_proven) = match exclusive {
@@ -146,7 +157,7 @@ impl Locked<'_> {
             Some(_) => match lock::has_writer(&fd) {
                 Some(is_live) => (is_live, true),
                 None => (
-                    holders::is_held(identity(stat), &[fd.as_raw_fd()]),
+                    holders::is_held(identity(stat), &[fd.as_fd().as_raw_fd()]),
                     holders::sees_everything(),
                 ),
             },
@@ -174,7 +185,7 @@ impl Locked<'_> {
         // No O_CREAT: fs.protected_regular refuses it on files in sticky directories, proc_sys_fs(5).
         let flags = OFlag::O_RDWR | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
         let fd = match openat(&self.directory.fd, name, flags, Permissions::empty()) {
-            Ok(fd) => fd,
+            Ok(fd) => Unshared::from(fd),
             Err(Errno::ENOENT) => return Ok(Attach::NameChanged),
             Err(Errno::EWOULDBLOCK) => return Ok(Attach::Locked), // somebody's lease
             Err(errno) => return Err(os("open")(errno.into())),
@@ -192,7 +203,7 @@ impl Locked<'_> {
         reached(Step::Attached);
         // After locking, look again whether the name is still that file.
         match self.stat(name)? {
-            Some(now) if identity(&now) == identity(&stat) => Ok(Attach::Attached(fd.into())),
+            Some(now) if identity(&now) == identity(&stat) => Ok(Attach::Attached(fd)),
             _ => Ok(Attach::NameChanged),
         }
     }
@@ -217,7 +228,7 @@ impl Locked<'_> {
 /// What an attempt to attach came to.
 #[derive(Debug)]
 pub enum Attach {
-    Attached(File),
+    Attached(Unshared),
     /// Look again.
     NameChanged,
     /// Somebody who does not take the directory's lock holds the file exclusively.

@@ -40,6 +40,35 @@ pub fn of(file: FileIdentity) -> Vec<u32> {
     found
 }
 
+/// Are all who hold the file dying? Also true where nobody is seen at all and no lock tells of somebody unseen:
+/// then the last holder is just gone.
+#[must_use]
+pub fn are_dying(file: FileIdentity) -> bool {
+    unseen(file) == 0 && of(file).into_iter().all(is_dying)
+}
+
+/// Has the process been killed, or begun to exit? It holds its files until its memory is unmapped.
+fn is_dying(pid: u32) -> bool {
+    const PF_EXITING: u64 = 0x4; // include/linux/sched.h
+    const SIGKILL: u64 = 1 << 8;
+    let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else {
+        return true;
+    };
+    // pid (comm) state ppid pgrp session tty_nr tpgid flags ...; comm may hold anything, proc(5).
+    let mut fields = stat.rsplit(')').next().unwrap_or_default().split_ascii_whitespace();
+    let state = fields.next().unwrap_or_default();
+    let flags: u64 = fields.nth(5).and_then(|flags| flags.parse().ok()).unwrap_or(0);
+    let is_killed = || {
+        fs::read_to_string(format!("/proc/{pid}/status")).is_ok_and(|status| {
+            status
+                .lines()
+                .filter_map(|line| line.strip_prefix("SigPnd:").or_else(|| line.strip_prefix("ShdPnd:")))
+                .any(|mask| u64::from_str_radix(mask.trim(), 16).is_ok_and(|mask| mask & SIGKILL != 0))
+        })
+    };
+    matches!(state, "Z" | "X") || flags & PF_EXITING != 0 || is_killed()
+}
+
 /// Life locks on the file whose holders live in other PID namespaces: /proc/locks shows them without a pid.
 #[must_use]
 pub fn unseen(file: FileIdentity) -> usize {
@@ -153,6 +182,16 @@ mod tests {
         assert!(!is_unseen_lock(&line.replace("FLOCK", "OFDLCK"), file));
         assert!(!is_unseen_lock(&line.replace("42", "43"), file));
         assert!(!is_unseen_lock("", file));
+    }
+
+    #[test]
+    fn this_process_is_not_dying_and_a_zombie_is() {
+        assert!(!is_dying(std::process::id()));
+        let mut child = std::process::Command::new("true").spawn().unwrap();
+        while !is_dying(child.id()) {
+            std::thread::yield_now();
+        }
+        child.wait().unwrap();
     }
 
     #[test]

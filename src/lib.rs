@@ -11,6 +11,7 @@ pub mod check;
 pub mod directory;
 pub mod error;
 pub mod file;
+pub mod fork;
 pub mod holders;
 #[cfg(feature = "cuda")]
 pub mod locate;

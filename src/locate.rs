@@ -82,6 +82,62 @@ pub fn in_packages(roots: &[PathBuf]) -> Vec<PathBuf> {
     found.into_iter().map(|(_, path)| path).collect()
 }
 
+/// The file that the loader would open for `path`, if it is there and no whole library: the loader maps what
+/// the program headers say, and touching behind the end of a truncated file is SIGBUS. A bare name is looked
+/// up along `LD_LIBRARY_PATH`, where half-copied files are most likely.
+#[must_use]
+pub fn broken_file(path: &Path) -> Option<PathBuf> {
+    let candidates: Vec<PathBuf> = if path.components().count() > 1 {
+        vec![path.to_owned()]
+    } else {
+        let folders = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default();
+        std::env::split_paths(&folders)
+            .map(|folder| folder.join(path))
+            .collect()
+    };
+    // The loader goes on to the next folder where a file is not there or is for another machine.
+    candidates
+        .into_iter()
+        .find(|file| file.exists() && !is_whole_library(file))
+}
+
+/// Does every loadable segment lie within the file? Anything but a 64-bit ELF file is left to the loader,
+/// which says what is wrong with it.
+fn is_whole_library(path: &Path) -> bool {
+    use std::os::unix::fs::FileExt;
+
+    let Ok(meta) = fs::metadata(path) else { return true };
+    if !meta.is_file() {
+        return false; // opening a FIFO would wait for ever
+    }
+    let Ok(file) = fs::File::open(path) else { return true };
+    // Elf64_Ehdr: e_phoff at 32, e_phentsize at 54, e_phnum at 56; Elf64_Phdr: p_type at 0, p_offset at 8,
+    // p_filesz at 32; see elf(5). The machine's own byte order: another one is not loaded anyhow.
+    let mut header = [0u8; 64];
+    if file.read_exact_at(&mut header, 0).is_err() || !header.starts_with(b"\x7fELF\x02") {
+        return true;
+    }
+    let number = |bytes: &[u8], at: usize| -> u64 {
+        let mut value = [0u8; 8];
+        if let Some(found) = bytes.get(at..at + 8) {
+            value.copy_from_slice(found);
+        }
+        u64::from_ne_bytes(value)
+    };
+    let half = |at: usize| number(&header, at) & 0xffff;
+    let (offset, size, count) = (number(&header, 32), half(54), half(56));
+    (0..count).all(|index| {
+        let mut program_header = [0u8; 56];
+        let at = offset.saturating_add(index * size);
+        if file.read_exact_at(&mut program_header, at).is_err() {
+            return false;
+        }
+        let is_loadable = number(&program_header, 0) & 0xffff_ffff == 1;
+        let end = number(&program_header, 8).saturating_add(number(&program_header, 32));
+        !is_loadable || end <= meta.len()
+    })
+}
+
 /// `libcudart.so.13` is 13; 0 where the name has no version.
 fn major_version(path: &Path) -> u32 {
     file_name(path)
@@ -123,6 +179,23 @@ mod tests {
             ]
         );
         assert!(loaded_runtimes("").is_empty());
+    }
+
+    #[test]
+    fn a_library_that_was_cut_off_is_broken_and_a_whole_one_is_not() {
+        let whole = std::env::current_exe().unwrap();
+        assert_eq!(broken_file(&whole), None);
+        let folder = tempfile::tempdir().unwrap();
+        let half = folder.path().join("libcudart.so.13");
+        let bytes = fs::read(&whole).unwrap();
+        for len in [100, 8192] {
+            fs::write(&half, &bytes[..len]).unwrap();
+            assert_eq!(broken_file(&half), Some(half.clone()), "{len} bytes");
+        }
+        fs::write(&half, b"this is no library").unwrap();
+        assert_eq!(broken_file(&half), None); // the loader says so
+        assert_eq!(broken_file(&folder.path().join("absent")), None);
+        assert!(broken_file(folder.path()).is_some());
     }
 
     #[test]

@@ -23,12 +23,13 @@
 
 use std::hash::{BuildHasher, Hasher};
 use std::io;
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd};
 
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
 
+use crate::fork::Unshared;
 use crate::spec::MAX_REGION_BYTES;
 
 /// Lock bytes lie behind every byte that a region can have.
@@ -148,11 +149,11 @@ pub fn is_being_prepared(fd: &impl AsFd) -> bool {
 
 /// "Pages are being given back": constructors that find too little space wait while one exists.
 #[derive(Debug)]
-pub struct Freeing(OwnedFd);
+pub struct Freeing(Unshared);
 
 impl Freeing {
     /// `directory` must be an open file of its own.
-    pub fn begin(directory: OwnedFd) -> Self {
+    pub fn begin(directory: Unshared) -> Self {
         set(&directory, libc::F_RDLCK, 0);
         Self(directory)
     }
@@ -300,7 +301,7 @@ mod tests {
     #[test]
     fn freeing_is_seen_by_others() {
         let directory = tempfile::tempdir_in("/dev/shm").unwrap();
-        let open = || OwnedFd::from(File::open(directory.path()).unwrap());
+        let open = || Unshared::from(std::os::fd::OwnedFd::from(File::open(directory.path()).unwrap()));
         let other = open();
         let freeing = Freeing::begin(open());
         assert!(is_freeing(&other));

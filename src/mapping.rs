@@ -7,14 +7,45 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use memmap2::{Advice, MmapOptions, MmapRaw};
 
 /// A shared, readable and writable mapping of a whole region. Unmapped on drop, through libc.
-#[derive(Debug)]
 pub struct Mapping {
-    raw: MmapRaw,
+    /// Always there until the drop.
+    raw: Option<MmapRaw>,
+    start: *mut u8,
     len_bytes: usize,
+    after_unmap: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+}
+
+// SAFETY: `start` is the address of `raw`, which may be used and dropped by any thread; nothing is borrowed from it.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; shared use goes through raw pointers, whose users answer for ordering.
+unsafe impl Sync for Mapping {}
+
+impl std::fmt::Debug for Mapping {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Mapping")
+            .field("start", &self.start)
+            .field("len_bytes", &self.len_bytes)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        self.raw = None;
+        let after = self
+            .after_unmap
+            .get_mut()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
+        if let Some(after) = after {
+            after();
+        }
+    }
 }
 
 impl Mapping {
@@ -24,16 +55,31 @@ impl Mapping {
     /// # Errors
     /// The error of `mmap(2)`.
     pub fn new(file: &File, len_bytes: usize) -> io::Result<Self> {
+        let raw = MmapOptions::new().len(len_bytes).map_raw(file)?;
         Ok(Self {
-            raw: MmapOptions::new().len(len_bytes).map_raw(file)?,
+            start: raw.as_mut_ptr(),
+            raw: Some(raw),
             len_bytes,
+            after_unmap: Mutex::new(None),
         })
+    }
+
+    /// What is to happen once the last user of the mapping is gone.
+    pub fn after_unmap(&self, work: impl FnOnce() + Send + 'static) {
+        *self.after_unmap.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(work));
+    }
+
+    fn advise(&self, advice: Advice, range: &Range<usize>) -> io::Result<()> {
+        match &self.raw {
+            Some(raw) => raw.advise_range(advice, range.start, range.len()),
+            None => Ok(()),
+        }
     }
 
     /// The address of byte 0: fixed for the life of the mapping, a multiple of the page size.
     #[must_use]
     pub fn as_ptr(&self) -> *mut u8 {
-        self.raw.as_mut_ptr()
+        self.start
     }
 
     #[must_use]
@@ -51,7 +97,7 @@ impl Mapping {
     /// # Errors
     /// The error of `madvise(2)`; `EINVAL` where the kernel does not know the advice.
     pub fn populate_write(&self, range: Range<usize>) -> io::Result<()> {
-        self.raw.advise_range(Advice::PopulateWrite, range.start, range.len())
+        self.advise(Advice::PopulateWrite, &range)
     }
 
     /// Maps the pages of the range ahead for reading (`MADV_POPULATE_READ`, Linux 5.14).
@@ -59,7 +105,7 @@ impl Mapping {
     /// # Errors
     /// As [`Mapping::populate_write`].
     pub fn populate_read(&self, range: Range<usize>) -> io::Result<()> {
-        self.raw.advise_range(Advice::PopulateRead, range.start, range.len())
+        self.advise(Advice::PopulateRead, &range)
     }
 
     /// Writes to one byte of each page of the range without changing it, whatever other processes

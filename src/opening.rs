@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use crate::directory::Directory;
 use crate::error::{Available, Error, FoundGeometry, Result, WaitState};
 use crate::file::{Attach, Found, Probe, is_backed};
+use crate::fork::Unshared;
 use crate::lock;
 use crate::mapping::Mapping;
 use crate::prefault::{self, Access, Method, PrefaultReport};
@@ -22,6 +23,8 @@ use crate::wait::Waiter;
 
 /// A region is found or made within four looks, unless names keep changing hands.
 const MAX_LOOKS_PAST_THE_END: u32 = 16;
+/// How long a region in the way is watched whose holders are all dying.
+const DYING_GRACE: Duration = Duration::from_secs(5);
 
 pub(crate) struct Opening<'s> {
     spec: &'s Spec,
@@ -30,11 +33,15 @@ pub(crate) struct Opening<'s> {
     path: PathBuf,
     has_swept: bool,
     reclaimed: Vec<Reclaimed>,
+    /// Others may have mapped the file: it is not ours alone to take back.
+    has_let_others_in: bool,
 }
 
 /// What one look at the name led to.
 enum Look {
-    Done(Role, File),
+    Done(Role, Unshared),
+    /// A live file that is in the way, held only by processes that are dying: the error if it stays so.
+    AnotherLives(Error),
     /// Something was changed, or changed under us: look again at once.
     Again,
     Wait(WaitState),
@@ -62,17 +69,20 @@ impl<'s> Opening<'s> {
             path: directory.join(spec.id.file_name()),
             has_swept: false,
             reclaimed: Vec::new(),
+            has_let_others_in: false,
         })
     }
 
     /// From nothing to a mapping; whatever fails, nothing is left behind.
     pub(crate) fn open(mut self, waiter: &mut Waiter<'_, '_>) -> Result<Opened> {
-        let (role, file) = self.find_or_make(waiter)?;
+        let (role, unshared) = self.find_or_make(waiter)?;
         let waited = waiter.elapsed();
         let prepared = match role {
-            Role::Creator => self.prepare(&file, waiter),
-            Role::Joiner => self.join(&file, waiter),
+            Role::Creator => self.prepare(unshared.file(), waiter),
+            Role::Joiner => self.join(unshared.file(), waiter),
         };
+        // From here on a forked child shares the file, as it shares the mapping.
+        let file = unshared.share();
         match prepared {
             Ok((mapping, prefault)) => {
                 reached(Step::Opened);
@@ -92,8 +102,8 @@ impl<'s> Opening<'s> {
                 })
             }
             Err(error) => {
-                if role == Role::Creator {
-                    self.abandon(file);
+                if !matches!(error, Error::Forked) {
+                    self.give_back(role, file);
                 }
                 Err(error)
             }
@@ -104,7 +114,7 @@ impl<'s> Opening<'s> {
     ///
     /// While it waits it holds nothing: no descriptor and no lock, so that it never passes for a holder
     /// and a creator that dies is replaced by the first who looks.
-    fn find_or_make(&mut self, waiter: &mut Waiter<'_, '_>) -> Result<(Role, File)> {
+    fn find_or_make(&mut self, waiter: &mut Waiter<'_, '_>) -> Result<(Role, Unshared)> {
         let since = Instant::now();
         let mut looks_past_the_end = 0;
         loop {
@@ -112,6 +122,8 @@ impl<'s> Opening<'s> {
             looks_past_the_end += u32::from(waiter.is_over());
             let give_up = match self.look(waiter)? {
                 Look::Done(role, file) => return Ok((role, file)),
+                Look::AnotherLives(error) if since.elapsed() >= DYING_GRACE => return Err(error),
+                Look::AnotherLives(error) => error,
                 // Looks that follow each other take no time, so even a timeout of 0 may make progress.
                 Look::Again if looks_past_the_end < MAX_LOOKS_PAST_THE_END => continue,
                 Look::Again => self.timeout(waiter, WaitState::Unsettled),
@@ -177,13 +189,13 @@ impl<'s> Opening<'s> {
                     None => Look::Again,
                 })
             }
-            Probe::Live(found) if self.spec.mode == Mode::Create => Err(Error::Exists {
-                path: self.path.clone(),
-                size_bytes: found.size_bytes,
-            }),
-            Probe::Live(found) => match self.assess(&found)? {
-                Some(state) => Ok(Look::Wait(state)),
-                None => Ok(match locked.attach(&self.name, &found, self.spec.geometry)? {
+            Probe::Changed => Ok(Look::Again),
+            Probe::Live(found) => match self.assess(&found) {
+                // A process that was killed is not gone at once: unmapping a large region takes its time.
+                Err(error) if found.is_held_by_the_dying_only() => Ok(Look::AnotherLives(error)),
+                Err(error) => Err(error),
+                Ok(Some(state)) => Ok(Look::Wait(state)),
+                Ok(None) => Ok(match locked.attach(&self.name, &found, self.spec.geometry)? {
                     Attach::Attached(file) => Look::Done(Role::Joiner, file),
                     Attach::NameChanged => Look::Again,
                     Attach::Locked => Look::Wait(WaitState::FileLocked),
@@ -197,6 +209,12 @@ impl<'s> Opening<'s> {
         reached(Step::Assess);
         let wanted = self.spec.geometry;
         let wanted_bytes = wanted.total_bytes() as u64;
+        if self.spec.mode == Mode::Create {
+            return Err(Error::Exists {
+                path: self.path.clone(),
+                size_bytes: found.size_bytes,
+            });
+        }
         let mismatch = |found| {
             Err(Error::GeometryMismatch {
                 path: self.path.clone(),
@@ -224,18 +242,20 @@ impl<'s> Opening<'s> {
         }
     }
 
-    /// The creator's part: reserve every page, then let joiners in, then map the pages ahead.
-    fn prepare(&self, file: &File, waiter: &mut Waiter<'_, '_>) -> Result<(Mapping, PrefaultReport)> {
+    /// The creator's part: reserve every page, then let joiners in, then map the pages ahead. Nothing maps the
+    /// file before joiners may come in: a mapping is inherited by a forked child, and with it "preparing".
+    fn prepare(&mut self, file: &File, waiter: &mut Waiter<'_, '_>) -> Result<(Mapping, PrefaultReport)> {
         let total = self.spec.geometry.total_bytes();
         // Said before a byte is charged: afterwards there may be nobody left to say it.
         if let Some(warning) = prefault::control_group_warning(total, &self.path) {
             waiter.warn(&warning);
         }
         let ((), reserve) = prefault::timed(|| prefault::reserve(file, total, &self.directory, &self.path, waiter))?;
+        reached(Step::EndPreparing);
+        self.has_let_others_in = true;
+        lock::end_preparing(file);
         reached(Step::Map);
         let mapping = self.map(file)?;
-        reached(Step::EndPreparing);
-        lock::end_preparing(file);
         let (method, prefault) = match self.spec.populate {
             Populate::Never => (Method::None, Duration::ZERO),
             Populate::Create | Populate::Join => {
@@ -292,12 +312,19 @@ impl<'s> Opening<'s> {
         Mapping::new(file, total).map_err(|source| Error::os("mmap", &self.path, source))
     }
 
-    /// A creator that fails takes its file back: those who wait see it gone and make their own.
-    fn abandon(&self, file: File) {
+    /// What a constructor that fails does with its file. A creator takes back what nobody else can have: those
+    /// who wait see it gone and make their own. Else the file is left as by a process that closes it, and
+    /// removed only if nobody lives on it.
+    fn give_back(&self, role: Role, file: File) {
         reached(Step::Abandon);
         let _freeing = self.directory.begin_freeing();
-        let _ = self.directory.drop_own_name(&self.name, &file.as_fd());
-        drop(file);
+        if role == Role::Creator && !self.has_let_others_in {
+            let _ = self.directory.drop_own_name(&self.name, &file.as_fd());
+            drop(file);
+        } else {
+            drop(file);
+            reap::remove_if_last(&self.directory, &self.name);
+        }
     }
 }
 

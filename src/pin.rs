@@ -25,6 +25,8 @@ const BENIGN_AT_RELEASE: [i32; 3] = [4, 201, 709];
 /// A call that a device runtime answered with an error.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
+    /// The runtime's function, such as `cudaHostRegister`.
+    pub call: &'static str,
     pub code: i32,
     /// The symbolic name, such as `cudaErrorMemoryAllocation`; empty where the runtime has none.
     pub name: String,
@@ -54,6 +56,20 @@ pub trait HostRegistrar: Send + Sync {
     /// # Errors
     /// As [`HostRegistrar::register`].
     fn unregister(&self, address: usize) -> Result<(), Refusal>;
+
+    /// Is the byte at `address` registered, by whomever? `None` where the runtime cannot tell.
+    fn is_registered(&self, _address: usize) -> Option<bool> {
+        None
+    }
+
+    /// Makes a row of calls, with the wanted device current.
+    ///
+    /// # Errors
+    /// The device cannot be made current; then no call was made.
+    fn run(&self, calls: &mut (dyn FnMut() + Send)) -> Result<(), Refusal> {
+        calls();
+        Ok(())
+    }
 
     /// The word for it in reports.
     fn backend(&self) -> &'static str;
@@ -121,7 +137,7 @@ pub struct PinReport {
 }
 
 /// A refusal, and what was asked for.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug)]
 pub struct PinRefused {
     pub refusal: Refusal,
     pub backend: &'static str,
@@ -129,11 +145,19 @@ pub struct PinRefused {
     /// The size of the piece that was refused.
     pub piece_bytes: usize,
     pub elapsed: Duration,
-    /// Pieces before it that could not be undone: the memory must stay mapped for good.
-    pub not_undone: Vec<Refusal>,
+    /// Pieces before it that could not be undone: the memory must stay mapped.
+    pub not_undone: Option<Leftover>,
 }
 
-/// A region whose every byte is registered.
+/// Registrations that the driver would not take back.
+#[derive(Debug)]
+pub struct Leftover {
+    pub refusals: Vec<Refusal>,
+    /// What is still registered; to be released again later.
+    pub pinned: Pinned,
+}
+
+/// A region whose every byte is registered. Dropping it takes the registrations back as well as it can.
 pub struct Pinned {
     registrar: Box<dyn HostRegistrar>,
     /// Addresses that we registered, in order; not those that somebody else had.
@@ -145,6 +169,12 @@ impl fmt::Debug for Pinned {
         f.debug_struct("Pinned")
             .field("addresses", &self.addresses)
             .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        let _ = self.release_all();
     }
 }
 
@@ -161,59 +191,117 @@ impl Pinned {
         max_piece_bytes: usize,
     ) -> Result<(Self, PinReport), Box<PinRefused>> {
         let began = Instant::now();
-        let mut addresses = Vec::new();
-        let mut foreign_pieces = 0;
-        let mut piece = plan.piece(max_piece_bytes);
-        let smallest = plan.piece(SMALLEST_PIECE_BYTES.min(piece));
-        let mut offset = 0;
-        while offset < plan.total_bytes {
-            let len = plan.len_at(offset, piece);
-            reached(Step::Register);
-            match registrar.register(base + offset, len) {
-                Ok(()) => addresses.push(base + offset),
-                Err(refusal) if refusal.code == ALREADY_REGISTERED => foreign_pieces += 1,
-                Err(refusal) if MAY_FIT_IF_SMALLER.contains(&refusal.code) && piece.min(len) > smallest => {
-                    piece = plan.piece(piece.min(len) / 2).max(smallest);
-                    continue;
-                }
-                Err(refusal) => {
-                    reached(Step::Rollback);
-                    return Err(Box::new(PinRefused {
-                        refusal,
-                        backend: registrar.backend(),
-                        library_path: registrar.library_path(),
-                        piece_bytes: len,
-                        elapsed: began.elapsed(),
-                        not_undone: Self { registrar, addresses }.release().err().unwrap_or_default(),
-                    }));
-                }
-            }
-            offset += len;
-        }
-        let report = PinReport {
-            backend: registrar.backend(),
-            library_path: registrar.library_path(),
-            pieces: addresses.len(),
-            foreign_pieces,
-            elapsed: began.elapsed(),
+        let mut pinned = Self {
+            registrar,
+            addresses: Vec::new(),
         };
-        Ok((Self { registrar, addresses }, report))
+        let mut addresses = Vec::new();
+        let mut result = Ok(0);
+        let ran = pinned
+            .registrar
+            .run(&mut || result = register_pieces(&*pinned.registrar, base, plan, max_piece_bytes, &mut addresses));
+        pinned.addresses = addresses;
+        let refused = match (ran, result) {
+            (Ok(()), Ok(foreign_pieces)) => {
+                let report = PinReport {
+                    backend: pinned.registrar.backend(),
+                    library_path: pinned.registrar.library_path(),
+                    pieces: pinned.addresses.len(),
+                    foreign_pieces,
+                    elapsed: began.elapsed(),
+                };
+                return Ok((pinned, report));
+            }
+            (Ok(()), Err(refused)) => refused,
+            (Err(refusal), _) => (refusal, 0),
+        };
+        reached(Step::Rollback);
+        Err(Box::new(PinRefused {
+            refusal: refused.0,
+            backend: pinned.registrar.backend(),
+            library_path: pinned.registrar.library_path(),
+            piece_bytes: refused.1,
+            elapsed: began.elapsed(),
+            not_undone: pinned.release().err(),
+        }))
     }
 
     /// Unregisters exactly what was registered, in reverse order.
     ///
     /// # Errors
-    /// The refusals that leave the driver with pages of ours: the memory must stay mapped then.
-    pub fn release(self) -> Result<(), Vec<Refusal>> {
-        let refusals: Vec<_> = self
-            .addresses
-            .iter()
-            .rev()
-            .filter_map(|&address| self.registrar.unregister(address).err())
-            .filter(|refusal| !BENIGN_AT_RELEASE.contains(&refusal.code))
-            .collect();
-        if refusals.is_empty() { Ok(()) } else { Err(refusals) }
+    /// What the driver would not take back: the memory must stay mapped then.
+    pub fn release(mut self) -> Result<(), Leftover> {
+        let refusals = self.release_all();
+        if refusals.is_empty() {
+            Ok(())
+        } else {
+            Err(Leftover { refusals, pinned: self })
+        }
     }
+
+    fn release_all(&mut self) -> Vec<Refusal> {
+        let addresses = std::mem::take(&mut self.addresses);
+        if addresses.is_empty() {
+            return Vec::new();
+        }
+        let (mut kept, mut refusals) = (Vec::new(), Vec::new());
+        let ran = self.registrar.run(&mut || {
+            for &address in addresses.iter().rev() {
+                match self.registrar.unregister(address) {
+                    Err(refusal) if !BENIGN_AT_RELEASE.contains(&refusal.code) => {
+                        kept.push(address);
+                        refusals.push(refusal);
+                    }
+                    Ok(()) | Err(_) => {}
+                }
+            }
+        });
+        kept.reverse();
+        self.addresses = kept;
+        if let Err(refusal) = ran {
+            self.addresses = addresses;
+            refusals = vec![refusal];
+        }
+        refusals
+    }
+}
+
+/// Registers pieces until all is registered, or one is refused for good: the refusal and the piece's size.
+/// Returns how many pieces somebody else had registered.
+fn register_pieces(
+    registrar: &dyn HostRegistrar,
+    base: usize,
+    plan: Plan,
+    max_piece_bytes: usize,
+    addresses: &mut Vec<usize>,
+) -> Result<usize, (Refusal, usize)> {
+    let mut foreign_pieces = 0;
+    let mut piece = plan.piece(max_piece_bytes);
+    let smallest = plan.piece(SMALLEST_PIECE_BYTES.min(piece));
+    let mut offset = 0;
+    while offset < plan.total_bytes {
+        let len = plan.len_at(offset, piece);
+        let address = base + offset;
+        reached(Step::Register);
+        match registrar.register(address, len) {
+            Ok(()) => addresses.push(address),
+            Err(refusal) if refusal.code == ALREADY_REGISTERED => {
+                // The answer is the same where only a part of the piece is registered, which is not pinned.
+                let ends = [address, address + len - 1];
+                if ends.iter().any(|&end| registrar.is_registered(end) == Some(false)) {
+                    return Err((refusal, len));
+                }
+                foreign_pieces += 1;
+            }
+            Err(refusal) if MAY_FIT_IF_SMALLER.contains(&refusal.code) && piece.min(len) > smallest => {
+                piece = plan.piece(piece.min(len) / 2).max(smallest);
+                continue;
+            }
+            Err(refusal) => return Err((refusal, len)),
+        }
+        offset += len;
+    }
+    Ok(foreign_pieces)
 }
 
 #[cfg(test)]
@@ -237,6 +325,8 @@ mod tests {
         /// The code for a registration of (address, length).
         register: Rule,
         unregister: i32,
+        /// Addresses below this are registered, by whomever.
+        registered_below: Option<usize>,
     }
 
     fn answer(code: i32) -> Result<(), Refusal> {
@@ -244,6 +334,7 @@ mod tests {
             return Ok(());
         }
         Err(Refusal {
+            call: "test",
             code,
             name: String::from("test"),
             text: String::new(),
@@ -258,6 +349,9 @@ mod tests {
         fn unregister(&self, address: usize) -> Result<(), Refusal> {
             self.calls.lock().unwrap().push(Unregister(address));
             answer(self.unregister)
+        }
+        fn is_registered(&self, address: usize) -> Option<bool> {
+            self.registered_below.map(|end| address < end)
         }
         fn backend(&self) -> &'static str {
             "test"
@@ -282,6 +376,7 @@ mod tests {
             calls: Arc::clone(&calls),
             register: Box::new(register),
             unregister,
+            registered_below: None,
         };
         (Pinned::register(Box::new(recorder), BASE, plan, max), calls)
     }
@@ -298,7 +393,7 @@ mod tests {
         });
         let refused = outcome.unwrap_err();
         assert_eq!((refused.refusal.code, refused.piece_bytes), (801, 2 << 12));
-        assert!(refused.not_undone.is_empty());
+        assert!(refused.not_undone.is_none());
         assert_eq!(
             *calls.lock().unwrap(),
             [
@@ -319,7 +414,8 @@ mod tests {
             1,
             |address, _| if address == BASE { 0 } else { 801 },
         );
-        assert_eq!(outcome.unwrap_err().not_undone.len(), 1);
+        let leftover = outcome.unwrap_err().not_undone.unwrap();
+        assert_eq!((leftover.refusals.len(), leftover.pinned.addresses.len()), (1, 1));
     }
 
     #[test]
@@ -334,6 +430,45 @@ mod tests {
             calls.lock().unwrap()[3..],
             [Unregister(BASE + (8 << 12)), Unregister(BASE + (4 << 12))]
         );
+    }
+
+    #[test]
+    fn a_piece_that_somebody_else_registered_in_part_is_not_pinned() {
+        for (end, is_pinned) in [(BASE + (10 << 12), true), (BASE + (1 << 12), false)] {
+            let recorder = Recorder {
+                calls: Arc::default(),
+                register: Box::new(|_, _| ALREADY_REGISTERED),
+                unregister: 0,
+                registered_below: Some(end),
+            };
+            let outcome = Pinned::register(Box::new(recorder), BASE, ten_pages(), usize::MAX);
+            assert_eq!(outcome.is_ok(), is_pinned);
+        }
+    }
+
+    #[test]
+    fn what_was_not_taken_back_is_tried_again() {
+        let answers = Arc::new(std::sync::atomic::AtomicI32::new(1));
+        struct Late(Arc<std::sync::atomic::AtomicI32>);
+        impl HostRegistrar for Late {
+            fn register(&self, _: usize, _: usize) -> Result<(), Refusal> {
+                Ok(())
+            }
+            fn unregister(&self, _: usize) -> Result<(), Refusal> {
+                answer(self.0.load(std::sync::atomic::Ordering::Relaxed))
+            }
+            fn backend(&self) -> &'static str {
+                "test"
+            }
+            fn library_path(&self) -> Option<PathBuf> {
+                None
+            }
+        }
+        let (pinned, _) = Pinned::register(Box::new(Late(Arc::clone(&answers))), BASE, ten_pages(), 4 << 12).unwrap();
+        let leftover = pinned.release().unwrap_err();
+        assert_eq!(leftover.pinned.addresses, [BASE, BASE + (4 << 12), BASE + (8 << 12)]);
+        answers.store(0, std::sync::atomic::Ordering::Relaxed);
+        leftover.pinned.release().unwrap();
     }
 
     #[test]
@@ -377,9 +512,9 @@ mod tests {
 
     #[test]
     fn rows_of_7168_bytes_are_cut_at_28672() {
-        let (_, calls) = pin(Plan::new(9 * 7168, 4096, 7168), 9 * 7168, 0, |_, _| 0);
+        let (_pinned, calls) = pin(Plan::new(9 * 7168, 4096, 7168), 9 * 7168, 0, |_, _| 0);
         assert_eq!(*calls.lock().unwrap(), [Register(BASE, 16 * 4096)]); // it fits into one
-        let (_, calls) = pin(Plan::new(100 * 7168, 4096, 7168), 64 << 10, 0, |_, _| 0);
+        let (_pinned, calls) = pin(Plan::new(100 * 7168, 4096, 7168), 64 << 10, 0, |_, _| 0);
         let calls = calls.lock().unwrap();
         assert!(calls.len() > 2);
         for call in calls.iter() {

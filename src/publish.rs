@@ -1,9 +1,8 @@
 //! Publication: a file that appears under its name in one step, complete and alive.
 
 use std::ffi::{CStr, CString};
-use std::fs::File;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd};
 use std::time::SystemTime;
 
 use nix::errno::Errno;
@@ -15,6 +14,7 @@ use nix::unistd::{UnlinkatFlags, linkat, unlinkat};
 use crate::directory::Locked;
 use crate::error::{Available, Error, Resource, Result};
 use crate::file::{identity, stat_of};
+use crate::fork::Unshared;
 use crate::lock;
 use crate::spec::Geometry;
 use crate::step::{Step, reached};
@@ -30,12 +30,12 @@ impl Locked<'_> {
     ///
     /// # Errors
     /// [`Error::Os`]; nothing is left behind.
-    pub fn publish(&self, name: &CStr, geometry: Geometry) -> Result<Option<File>> {
+    pub fn publish(&self, name: &CStr, geometry: Geometry) -> Result<Option<Unshared>> {
         reached(Step::Publish);
         match self.publish_unnamed(name, geometry)? {
             Published::Yes(unnamed) => {
                 reached(Step::Linked);
-                self.reopen_by_name(name, unnamed, geometry)
+                self.reopen_by_name(name, &unnamed, geometry)
             }
             Published::NameTaken => Ok(None),
             Published::Refused => self.publish_renamed(name, geometry),
@@ -45,32 +45,36 @@ impl Locked<'_> {
     /// An `O_TMPFILE` file goes by `#inode (deleted)` in /proc for as long as it is open, whatever its name:
     /// nobody could tell whose memory it is. So the signs of life move to an open file that knows its name.
     /// Others look only under the directory's lock, which we hold, so they see no gap.
-    fn reopen_by_name(&self, name: &CStr, unnamed: File, geometry: Geometry) -> Result<Option<File>> {
+    fn reopen_by_name(&self, name: &CStr, unnamed: &Unshared, geometry: Geometry) -> Result<Option<Unshared>> {
         let os = |call| move |source: io::Error| Error::os(call, self.directory.join(name), source);
         let flags = OFlag::O_RDWR | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
-        let named = match openat(&self.directory.fd, name, flags, Permissions::empty()) {
-            Ok(named) => named,
-            Err(Errno::ENOENT) => return Ok(None),
-            Err(errno) => {
-                let _ = self.drop_name(name, &unnamed);
-                return Err(os("open")(errno.into()));
+        let stat = |file: &Unshared| stat_of(file.as_fd().as_raw_fd()).map_err(os("fstat"));
+        let reopen = || {
+            let named = match openat(&self.directory.fd, name, flags, Permissions::empty()) {
+                Ok(named) => Unshared::from(named),
+                Err(Errno::ENOENT) => return Ok(None),
+                Err(errno) => return Err(os("open")(errno.into())),
+            };
+            if identity(&stat(&named)?) != identity(&stat(unnamed)?) {
+                return Ok(None);
             }
+            // "Preparing" is exclusive: the old open file must give it up first. "Life" knows no gap, for those
+            // who look without our lock.
+            lock::end_preparing(unnamed);
+            self.show_life(name, &named, geometry)?;
+            Ok(Some(named))
         };
-        let stat = |fd: &dyn AsRawFd| stat_of(fd.as_raw_fd()).map_err(os("fstat"));
-        if identity(&stat(&named)?) != identity(&stat(&unnamed)?) {
-            return Ok(None);
+        let reopened = reopen();
+        if !matches!(reopened, Ok(Some(_))) {
+            let _ = self.drop_name(name, unnamed);
         }
-        // "Preparing" is exclusive: the old open file must give it up first. "Life" knows no gap, for those
-        // who look without our lock.
-        lock::end_preparing(&unnamed);
-        self.show_life(name, &named, geometry)?;
-        Ok(Some(named.into()))
+        reopened
     }
 
     fn publish_unnamed(&self, name: &CStr, geometry: Geometry) -> Result<Published> {
         let flags = OFlag::O_TMPFILE | OFlag::O_RDWR | OFlag::O_CLOEXEC;
         let fd = match openat(&self.directory.fd, c".", flags, PERMISSIONS) {
-            Ok(fd) => fd,
+            Ok(fd) => Unshared::from(fd),
             // What sandboxes and old kernels answer, open(2).
             Err(Errno::EOPNOTSUPP | Errno::EISDIR | Errno::ENOENT | Errno::EINVAL | Errno::ENOSYS) => {
                 return Ok(Published::Refused);
@@ -80,7 +84,7 @@ impl Locked<'_> {
         self.make_ready(name, &fd, geometry)?;
         reached(Step::Link);
         // The documented way to name an O_TMPFILE file without privilege, open(2).
-        let from = format!("/proc/self/fd/{}", fd.as_raw_fd());
+        let from = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
         match linkat(
             AT_FDCWD,
             from.as_str(),
@@ -88,7 +92,7 @@ impl Locked<'_> {
             name,
             AtFlags::AT_SYMLINK_FOLLOW,
         ) {
-            Ok(()) => Ok(Published::Yes(fd.into())),
+            Ok(()) => Ok(Published::Yes(fd)),
             Err(Errno::EEXIST) => Ok(Published::NameTaken),
             // No /proc, or a sandbox that does not let links through it.
             Err(Errno::ENOENT | Errno::EXDEV | Errno::EPERM | Errno::EACCES | Errno::EINVAL) => Ok(Published::Refused),
@@ -97,7 +101,7 @@ impl Locked<'_> {
     }
 
     /// A temporary name, renamed without replacing: at no moment has the file two names.
-    fn publish_renamed(&self, name: &CStr, geometry: Geometry) -> Result<Option<File>> {
+    fn publish_renamed(&self, name: &CStr, geometry: Geometry) -> Result<Option<Unshared>> {
         let directory = &self.directory.fd;
         let stamp = SystemTime::now()
             .duration_since(SystemTime::UNIX_EPOCH)
@@ -106,6 +110,7 @@ impl Locked<'_> {
         let unnamed = CString::new(format!("{UNNAMED_PREFIX}{}_{stamp}", std::process::id())).unwrap_or_default();
         let flags = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_RDWR | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
         let fd = openat(directory, unnamed.as_c_str(), flags, PERMISSIONS)
+            .map(Unshared::from)
             .map_err(|errno| self.cannot_make(name, geometry, errno))?;
         let published = self.make_ready(name, &fd, geometry).and_then(|()| {
             match renameat2(
@@ -121,7 +126,7 @@ impl Locked<'_> {
             }
         });
         match published {
-            Ok(true) => Ok(Some(fd.into())),
+            Ok(true) => Ok(Some(fd)),
             Ok(false) | Err(_) => {
                 let _ = unlinkat(directory, unnamed.as_c_str(), UnlinkatFlags::NoRemoveDir);
                 published.map(|_| None)
@@ -146,7 +151,7 @@ impl Locked<'_> {
         }
     }
 
-    fn make_ready(&self, name: &CStr, fd: &OwnedFd, geometry: Geometry) -> Result<()> {
+    fn make_ready(&self, name: &CStr, fd: &Unshared, geometry: Geometry) -> Result<()> {
         let os = |call| move |source: io::Error| Error::os(call, self.directory.join(name), source);
         fchmod(fd, PERMISSIONS).map_err(|errno| os("fchmod")(errno.into()))?; // the umask does not matter
         let size = libc::off_t::try_from(geometry.total_bytes()).unwrap_or(libc::off_t::MAX);
@@ -155,7 +160,7 @@ impl Locked<'_> {
     }
 
     /// The signs of a creator at work.
-    fn show_life(&self, name: &CStr, fd: &OwnedFd, geometry: Geometry) -> Result<()> {
+    fn show_life(&self, name: &CStr, fd: &Unshared, geometry: Geometry) -> Result<()> {
         let os = |call| move |source: io::Error| Error::os(call, self.directory.join(name), source);
         lock::hold_shared(fd).map_err(os("flock"))?;
         lock::begin_preparing(fd);
@@ -166,7 +171,7 @@ impl Locked<'_> {
 }
 
 enum Published {
-    Yes(File),
+    Yes(Unshared),
     NameTaken,
     /// This way is not open here.
     Refused,
@@ -203,7 +208,7 @@ pub(crate) mod tests {
                 .publish_renamed(c"vllm_ec_b.mmap", shape(8, 64))
                 .unwrap()
                 .unwrap();
-            for (name, file) in [("a", &unnamed), ("b", &renamed)] {
+            for (name, file) in [("a", unnamed.share()), ("b", renamed.share())] {
                 let meta = path.join(format!("vllm_ec_{name}.mmap")).metadata().unwrap();
                 assert_eq!(meta.len(), 512);
                 assert_eq!(meta.permissions().mode() & 0o7777, 0o600);

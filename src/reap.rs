@@ -1,12 +1,13 @@
 //! Reclaims what the dead left behind: region files of this user that no process holds.
 
 use std::ffi::CStr;
+use std::time::Duration;
 
 use crate::directory::{Directory, Locked};
 use crate::error::Result;
 use crate::file::{Found, Probe};
 use crate::step::{Step, reached};
-use crate::wait::Waiter;
+use crate::wait::{Waiter, never_stop};
 
 /// A file that was removed.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,6 +53,17 @@ pub fn reclaim(directory: &Directory, locked: Locked<'_>, name: &CStr, found: Fo
     })
 }
 
+/// How long a process that goes waits for the directory's lock; then it leaves the file to the next constructor.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// [`reclaim_if_dead`] for a process that goes: whatever fails is left to the next constructor, which can say
+/// what is wrong with the file.
+pub fn remove_if_last(directory: &Directory, name: &CStr) {
+    reached(Step::LastOut);
+    let mut go_on = never_stop();
+    let _ = reclaim_if_dead(directory, name, &mut Waiter::new(PATIENCE, &mut go_on));
+}
+
 /// Removes the file at `name` if nobody holds it any more.
 ///
 /// # Errors
@@ -60,6 +72,6 @@ pub fn reclaim_if_dead(directory: &Directory, name: &CStr, waiter: &mut Waiter<'
     let locked = directory.lock(waiter)?;
     Ok(match locked.probe(name)? {
         Probe::Dead { found, is_proven: true } => reclaim(directory, locked, name, found),
-        Probe::Dead { .. } | Probe::Live(_) | Probe::Absent => None,
+        Probe::Dead { .. } | Probe::Live(_) | Probe::Absent | Probe::Changed => None,
     })
 }

@@ -12,20 +12,18 @@ use std::time::Duration;
 use crate::check::{self, CheckReport, Identity};
 use crate::directory::Directory;
 use crate::error::{Error, Result};
+use crate::fork::Process;
 use crate::mapping::{Mapping, page_bytes};
 use crate::opening::Opening;
-use crate::pin::{HostRegistrar, PinRefused, PinReport, Pinned, Plan, Refusal};
+use crate::pin::{HostRegistrar, Leftover, PinRefused, PinReport, Pinned, Plan, Refusal};
 use crate::prefault::PrefaultReport;
 use crate::reap::{self, Reclaimed};
 use crate::spec::{Geometry, Spec};
 use crate::step::{Step, reached};
-use crate::wait::{Checkpoint, Waiter, never_stop};
+use crate::wait::{Checkpoint, Waiter};
 
 /// Where regions live.
 pub const DEV_SHM: &str = "/dev/shm";
-/// `close` waits this long for the directory's lock, then leaves the file to the next constructor.
-const CLOSE_PATIENCE: Duration = Duration::from_secs(1);
-
 /// What this process is to the region's name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Role {
@@ -64,9 +62,13 @@ pub struct Region {
     name: CString,
     directory: Directory,
     /// A forked child has a copy of this value and owns nothing (G11).
-    owner_pid: u32,
+    owner: Process,
     // In the order in which `close` lets go of them.
     pinned: Option<Pinned>,
+    /// Registrations that the driver would not take back; tried again before the next pin, and at the end.
+    leftover: Option<Pinned>,
+    /// The mapping is kept for good.
+    is_kept: bool,
     mapping: Option<Arc<Mapping>>,
     file: Option<File>,
 }
@@ -93,8 +95,10 @@ impl Region {
             path: opened.path,
             name: opened.name,
             directory: opened.directory,
-            owner_pid: std::process::id(),
+            owner: Process::current(),
             pinned: None,
+            leftover: None,
+            is_kept: false,
             mapping: Some(Arc::new(opened.mapping)),
             file: Some(opened.file),
         };
@@ -155,7 +159,7 @@ impl Region {
     /// False in a child that was forked after the region was opened.
     #[must_use]
     pub fn is_owned_here(&self) -> bool {
-        self.owner_pid == std::process::id()
+        self.owner.is_current()
     }
 
     /// Registers the whole mapping with a device, in pieces of at most `max_piece_bytes`, or nothing.
@@ -174,16 +178,16 @@ impl Region {
         }
         let plan = Plan::new(mapping.len_bytes(), page_bytes(), self.geometry.block_size_bytes());
         let base = mapping.as_ptr() as usize;
+        // Else the driver answers "registered already" for what is left of ours.
+        self.settle_leftover().map_err(PinError::NotTakenBack)?;
         match Pinned::register(registrar, base, plan, max_piece_bytes) {
             Ok((pinned, report)) => {
                 self.pinned = Some(pinned);
                 Ok(Some(report))
             }
-            Err(refused) => {
-                if !refused.not_undone.is_empty() {
-                    keep_for_good(mapping);
-                }
-                Err(PinError::Refused(refused))
+            Err(mut refused) => {
+                let not_taken_back = refused.not_undone.take().map(|leftover| self.keep(leftover));
+                Err(PinError::Refused(refused, not_taken_back.unwrap_or_default()))
             }
         }
     }
@@ -200,9 +204,28 @@ impl Region {
             std::mem::forget(pinned);
             return Ok(false);
         }
-        pinned.release().map(|()| true).inspect_err(|_| {
-            self.mapping.as_ref().map(keep_for_good);
-        })
+        match pinned.release() {
+            Ok(()) => Ok(true),
+            Err(leftover) => Err(self.keep(leftover)),
+        }
+    }
+
+    /// A driver that still has pages registered may use them: they must never be unmapped.
+    fn keep(&mut self, leftover: Leftover) -> Vec<Refusal> {
+        self.leftover = Some(leftover.pinned);
+        if let (Some(mapping), false) = (&self.mapping, self.is_kept) {
+            self.is_kept = true;
+            KEPT_MAPPINGS.fetch_add(1, Ordering::Relaxed);
+            std::mem::forget(Arc::clone(mapping));
+        }
+        leftover.refusals
+    }
+
+    fn settle_leftover(&mut self) -> std::result::Result<(), Vec<Refusal>> {
+        match self.leftover.take().map(Pinned::release) {
+            Some(Err(leftover)) => Err(self.keep(leftover)),
+            Some(Ok(())) | None => Ok(()),
+        }
     }
 
     /// Lets go of everything, in this order: the name (so that it is gone even if the process is
@@ -214,11 +237,10 @@ impl Region {
         let Some(file) = self.file.take() else {
             return report;
         };
-        let mapping = self.mapping.take();
-        let pinned = self.pinned.take();
         if !self.is_owned_here() {
             // The parent's registration is the parent's; its bookkeeping here must not run.
-            std::mem::forget(pinned);
+            std::mem::forget((self.pinned.take(), self.leftover.take()));
+            self.mapping = None;
             return report;
         }
         reached(Step::Close);
@@ -228,29 +250,32 @@ impl Region {
             report.name_problem = self.directory.drop_own_name(&self.name, &file).err();
         }
         reached(Step::Unregister);
-        if let Some(Err(refusals)) = pinned.map(Pinned::release) {
-            mapping.as_ref().map(keep_for_good);
-            report.unregister_problems = refusals;
+        for result in [self.settle_leftover(), self.unpin().map(|_| ())] {
+            report.unregister_problems.extend(result.err().unwrap_or_default());
         }
-        reached(Step::Unmap);
-        drop(mapping);
+        std::mem::forget(self.leftover.take()); // tried once, and its mapping is kept
+        if let (Role::Joiner, Some(mapping)) = (self.role, &self.mapping) {
+            self.remove_name_if_last_out(mapping);
+        }
         reached(Step::CloseFile);
         drop(file);
+        reached(Step::Unmap);
+        self.mapping = None;
         drop(freeing);
-        if self.role == Role::Joiner {
-            self.remove_name_if_last_out();
-        }
         report
     }
 
     /// The creator died and nobody else is left: without this the name would stay until the next
-    /// constructor comes.
-    fn remove_name_if_last_out(&self) {
-        reached(Step::LastOut);
-        let mut go_on = never_stop();
-        let mut waiter = Waiter::new(CLOSE_PATIENCE, &mut go_on);
-        // A failure leaves the file to the next constructor, which can say what is wrong with it.
-        let _ = reap::reclaim_if_dead(&self.directory, &self.name, &mut waiter);
+    /// constructor comes. A view may be the last to go, long after the region was closed.
+    fn remove_name_if_last_out(&self, mapping: &Mapping) {
+        let (path, name, owner) = (self.directory.path().to_owned(), self.name.clone(), self.owner);
+        mapping.after_unmap(move || {
+            if owner.is_current()
+                && let Ok(directory) = Directory::open(&path)
+            {
+                reap::remove_if_last(&directory, &name);
+            }
+        });
     }
 }
 
@@ -265,14 +290,12 @@ impl Drop for Region {
 pub enum PinError {
     #[error("the region is closed")]
     Closed,
+    /// And what the driver would not take back of the pieces before.
     #[error("the runtime refused: {}", .0.refusal)]
-    Refused(Box<PinRefused>),
-}
-
-/// A driver that still has pages registered may use them: they must never be unmapped.
-fn keep_for_good(mapping: &Arc<Mapping>) {
-    KEPT_MAPPINGS.fetch_add(1, Ordering::Relaxed);
-    std::mem::forget(Arc::clone(mapping));
+    Refused(Box<PinRefused>, Vec<Refusal>),
+    /// Registrations of an earlier pin are still there.
+    #[error("the driver did not take back an earlier registration")]
+    NotTakenBack(Vec<Refusal>),
 }
 
 /// Mappings of this process that are kept for good because a driver would not let go of them.

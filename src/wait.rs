@@ -4,6 +4,7 @@ use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use crate::error::{Error, Result, Warning};
+use crate::fork::Process;
 
 /// Whom the core works for. A closure that answers the first question is one.
 pub trait Host {
@@ -39,6 +40,7 @@ pub struct Waiter<'a, 'c> {
     began: Instant,
     limit: Duration,
     host: &'a mut Checkpoint<'c>,
+    process: Process,
 }
 
 impl std::fmt::Debug for Waiter<'_, '_> {
@@ -56,6 +58,7 @@ impl<'a, 'c> Waiter<'a, 'c> {
             began: Instant::now(),
             limit,
             host,
+            process: Process::current(),
         }
     }
 
@@ -72,7 +75,12 @@ impl<'a, 'c> Waiter<'a, 'c> {
     /// # Errors
     /// [`Error::Interrupted`] if the caller wants to stop.
     pub fn checkpoint(&mut self) -> Result<()> {
-        match self.host.checkpoint() {
+        let answer = self.host.checkpoint();
+        // A handler that ran there may have forked, and this be the child: what is under construction is the parent's.
+        if !self.process.is_current() {
+            return Err(Error::Forked);
+        }
+        match answer {
             ControlFlow::Continue(()) => Ok(()),
             ControlFlow::Break(()) => Err(Error::Interrupted),
         }

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import errors
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from . import _core
 
 __all__ = ["PinResult"]
+
+logger = logging.getLogger("ec_shared_region")
 
 PIN_SWITCH = "EC_SHARED_REGION_PIN"
 """Environment variable: ``0``, ``off``, ``no`` or ``false`` turns pinning off."""
@@ -59,6 +65,79 @@ class PinResult:
         return self.ok
 
 
+class NoCuda(Exception):
+    """There is nothing to pin for, and nothing to warn of."""
+
+
+def torch_with_cuda() -> Any:
+    """torch, which says that CUDA is there; None in an environment that does without torch.
+
+    :raises NoCuda: torch says that CUDA is not there.
+    """
+    try:
+        import torch
+    except ImportError:
+        return None
+    except Exception as error:
+        # A broken installation raises anything; the runtime can be asked without it.
+        logger.warning("torch cannot be imported, the CUDA runtime is asked without it: %s", error)
+        return None
+    try:
+        is_available = torch.cuda.is_available()
+    except Exception as error:
+        logger.warning("torch.cuda.is_available() failed, the region stays unpinned: %s", error)
+        raise NoCuda(f"torch.cuda.is_available() failed: {error}") from None
+    if not is_available:
+        raise NoCuda("CUDA is not available")
+    return torch
+
+
+class _CudartOnDevice:
+    """torch's binding of the runtime, with a device current during each call."""
+
+    def __init__(self, torch: Any, device: int) -> None:
+        self._torch = torch
+        self._device = device
+        self._cudart = torch.cuda.cudart()
+
+    def cudaHostRegister(self, *arguments: int) -> Any:
+        with self._torch.cuda.device(self._device):
+            return self._cudart.cudaHostRegister(*arguments)
+
+    def cudaHostUnregister(self, *arguments: int) -> Any:
+        with self._torch.cuda.device(self._device):
+            return self._cudart.cudaHostUnregister(*arguments)
+
+    def cudaGetErrorString(self, code: Any) -> Any:
+        return self._cudart.cudaGetErrorString(code)
+
+
+def cudart_of(torch: Any, device: int | None) -> Callable[[], Any]:
+    """How to get torch's own binding of the runtime; called only where no runtime library has a device."""
+
+    def cudart() -> Any:
+        return torch.cuda.cudart() if device is None else _CudartOnDevice(torch, device)
+
+    return cudart
+
+
+def package_roots() -> list[str]:
+    """Folders that may hold pip's ``nvidia`` packages."""
+    roots = []
+    for entry in sys.path:
+        try:
+            os.fsencode(entry)
+        except (TypeError, UnicodeError):
+            continue
+        roots.append(entry)
+    return roots
+
+
+def already_pinned(nbytes: int) -> PinResult:
+    """The result where a subclass registered the memory by other means."""
+    return PinResult(True, None, None, 0, nbytes, 0.0, None, "pinned by other means")
+
+
 def not_pinned(reason: str) -> PinResult:
     """The result where nobody was asked."""
     return PinResult(False, None, None, 0, 0, 0.0, None, reason)
@@ -95,7 +174,8 @@ def failure_of(outcome: _core.PinOutcome, result: PinResult, path: str, nbytes: 
     refused = outcome.refused_bytes
     piece = f", refused at a piece of {refused} bytes" if refused not in (None, nbytes) else ""
     error = errors.PinError(
-        f"cudaHostRegister failed for {nbytes} bytes of host memory of `{path}`{piece}: {result.reason}; {CONSEQUENCE}"
+        f"{outcome.call or 'cudaHostRegister'} failed for {nbytes} bytes of host memory of `{path}`{piece}: "
+        f"{result.reason}; {CONSEQUENCE}"
     )
     error.result = result
     error.hint = _HINTS.get(result.code or 0, "set EC_SHARED_REGION_PIN=0 to run unpinned without this warning")
@@ -103,8 +183,13 @@ def failure_of(outcome: _core.PinOutcome, result: PinResult, path: str, nbytes: 
 
 
 def is_switched_off() -> bool:
-    """Does the environment turn pinning off?"""
-    return os.environ.get(PIN_SWITCH, "").strip().lower() in {"0", "off", "no", "false"}
+    """Does the environment turn pinning off? A word that is neither yes nor no is a warning, and a yes."""
+    word = os.environ.get(PIN_SWITCH, "").strip().lower()
+    if word in {"0", "off", "no", "false"}:
+        return True
+    if word not in {"", "1", "on", "yes", "true"}:
+        logger.warning("%s=%r is not understood: use 0 or 1; pinning stays on", PIN_SWITCH, word)
+    return False
 
 
 def max_piece_from_environment() -> int | None:
@@ -115,7 +200,8 @@ def max_piece_from_environment() -> int | None:
     text = os.environ.get(MAX_PIECE_SWITCH, "").strip()
     if not text:
         return None
-    if not text.isdecimal() or int(text) == 0:
+    # More digits than the largest region has are no size either.
+    if not text.isdecimal() or len(text) > 19 or int(text) == 0:
         error = errors.InvalidArgumentError(
             f"invalid {MAX_PIECE_SWITCH}: {text!r}: it must be a whole number above zero"
         )

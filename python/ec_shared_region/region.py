@@ -5,10 +5,8 @@ from __future__ import annotations
 import atexit
 import logging
 import operator
-import sys
 import warnings
 import weakref
-from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -72,7 +70,7 @@ class ECSharedRegion(_core.Region):
     _blocks_ptr: int
     _blocks_nbytes: int
 
-    _is_registered: bool = False
+    _is_registered_elsewhere: bool = False
     _pin_result: PinResult | None = None
 
     def __init__(
@@ -145,12 +143,13 @@ class ECSharedRegion(_core.Region):
 
     @property
     def _is_pinned(self) -> bool:
-        # Not set back by cleanup() alone: a registration that ends in another thread sets it later.
-        return self._is_registered and self._mmap_obj is not None
+        # The core knows, and changes it together with the registration. A subclass may register by other means and
+        # say so, as it could with the original's plain attribute.
+        return (self._registered() or self._is_registered_elsewhere) and self._mmap_obj is not None
 
     @_is_pinned.setter
     def _is_pinned(self, value: bool) -> None:
-        self._is_registered = value
+        self._is_registered_elsewhere = value
 
     @property
     def path(self) -> str:
@@ -190,28 +189,26 @@ class ECSharedRegion(_core.Region):
         :raises ValueError: the region is closed, or a piece size that is none.
         :raises PinError: with ``strict``, the registration failed.
         """
+        self._must_be_open()
         if self._is_pinned:
-            return self._pin_result or pin.not_pinned("")
+            return self._pin_result or pin.already_pinned(self._blocks_nbytes)
         if max_piece_bytes is None:
             max_piece_bytes = pin.max_piece_from_environment()
         else:
-            max_piece_bytes = _whole_number("max_piece_bytes", max_piece_bytes)
+            max_piece_bytes = _whole_number("max_piece_bytes", max_piece_bytes, smallest=1)
         if pin.is_switched_off():
             logger.info("%s stays unpinned: %s is off", self._mmap_path, pin.PIN_SWITCH)
             return self._remember(pin.not_pinned(f"switched off by {pin.PIN_SWITCH}"))
-        torch = _import_torch()
-        if torch is not None and not torch.cuda.is_available():
-            return self._remember(pin.not_pinned("CUDA is not available"))
-        on_device = nullcontext() if torch is None or device is None else torch.cuda.device(device)
-
-        def torch_cudart() -> Any:
-            return torch.cuda.cudart()
-
-        with on_device:
-            roots = [entry for entry in sys.path if isinstance(entry, str)]
-            outcome = self._pin(roots, max_piece_bytes, device, torch_cudart if torch else None)
-        self._is_pinned = outcome.is_pinned
-        result = self._remember(pin.result_of(outcome, self._blocks_nbytes))
+        try:
+            torch = pin.torch_with_cuda()
+        except pin.NoCuda as reason:
+            return self._remember(pin.not_pinned(str(reason)))
+        torch_cudart = None if torch is None else pin.cudart_of(torch, device)
+        outcome = self._pin(pin.package_roots(), max_piece_bytes, device, torch_cudart)
+        result = pin.result_of(outcome, self._blocks_nbytes)
+        if result and result.backend is None and self._pin_result:
+            return self._pin_result  # another thread was faster
+        self._remember(result)
         if outcome.not_undone is not None:
             logger.warning("%s: %s", self._mmap_path, outcome.not_undone)
         if result:
@@ -243,11 +240,23 @@ class ECSharedRegion(_core.Region):
         """
         if not self._is_pinned:
             return
-        self._is_pinned = False
+        self._is_registered_elsewhere = False
+        self._pin_result = None
         problem = self._unpin()
         if problem is not None:
             logger.warning("%s: %s", self._mmap_path, problem)
         logger.info("unpinned %s", self._mmap_path)
+
+    def _must_be_open(self) -> None:
+        if self._mmap_obj is None:
+            raise _argument_error(
+                errors.RegionClosedError, "the region is closed", "open a new region: a closed one does not come back"
+            )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        # numpy takes the buffer; it comes here only where there is none, and would go on without an error.
+        self._must_be_open()
+        raise BufferError("the region has no buffer")
 
     def _remember(self, result: PinResult) -> PinResult:
         self._pin_result = result
@@ -282,17 +291,19 @@ class ECSharedRegion(_core.Region):
         have ended before: unregistering does not wait for them. In a forked child only the child's own
         mapping and descriptor go.
         """
-        if self._mmap_obj is None:
-            return
+        was_open = self._mmap_obj is not None
         self.__dict__.pop("blocks", None)
         self._mmap_obj = None
         self._fd = None
         _open_regions.discard(self)
+        # Also where the attributes say "closed": Ctrl-C may have cut the constructor short behind the core's open.
         for problem in self._close():
             logger.warning("%s: %s", self._mmap_path, problem)
-        logger.info("closed %s", self._mmap_path)
+        if was_open:
+            logger.info("closed %s", self._mmap_path)
 
     def __enter__(self) -> Self:
+        self._must_be_open()
         return self
 
     def __exit__(
@@ -307,6 +318,7 @@ class ECSharedRegion(_core.Region):
         if self._is_pinned:
             # No source=self: the warning would keep the region, and its registration, alive.
             warnings.warn(f"{self!r} was dropped while pinned: call cleanup()", ResourceWarning, stacklevel=2)
+            self.cleanup()
 
     def __repr__(self) -> str:
         if not hasattr(self, "_mmap_path"):
@@ -319,15 +331,6 @@ class ECSharedRegion(_core.Region):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"cannot pickle {type(self).__name__}: open the region by its engine_id in the other process")
-
-
-def _import_torch() -> Any:
-    """torch, or None in an environment that does without it."""
-    try:
-        import torch
-    except ImportError:
-        return None
-    return torch
 
 
 def _argument_error(kind: type[errors.RegionError], text: str, hint: str) -> errors.RegionError:
@@ -354,13 +357,15 @@ def _text(what: str, value: object) -> str:
     return value
 
 
-def _whole_number(what: str, value: Any) -> int:
-    hint = "give a whole number above zero, for example byte_budget // block_size_bytes"
+def _whole_number(what: str, value: Any, smallest: int = 0) -> int:
+    hint = "give a whole number above zero"
+    if what == "num_blocks":
+        hint += ", for example byte_budget // block_size_bytes"
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         text = f"invalid {what}: {value!r:.80}: it must be an int, not {type(value).__name__}"
         raise _argument_error(errors.ArgumentTypeError, text, hint)
     number = operator.index(value)
-    if number < 0:
+    if number < smallest or number < 0:
         raise _argument_error(errors.InvalidArgumentError, f"invalid {what}: {number}: it must be at least 1", hint)
     if number >= 1 << 60:
         shown = f"{number:.3e}" if number < 1 << 1000 else f"an integer of {number.bit_length()} bits"
@@ -379,10 +384,18 @@ def _seconds(what: str, value: Any) -> float:
             f"invalid {what}: {value!r:.80}: it must be a number of seconds, not {type(value).__name__}",
             "give seconds as a number, for example 30.0",
         )
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise _argument_error(
+            errors.InvalidArgumentError,
+            f"invalid {what}: it must be a finite number of seconds, 0 or more",
+            "give seconds as a number, for example 30.0",
+        ) from None
 
 
 @atexit.register
 def _cleanup_at_exit() -> None:
     for region in list(_open_regions):
         region.cleanup()
+    _core.begin_exit()

@@ -29,7 +29,7 @@ fn class_name(error: &Error) -> &'static str {
             _ => "SystemCallError",
         },
         // Reached only where a checkpoint stops without an exception, which none of ours does.
-        Error::Interrupted => "RegionError",
+        Error::Interrupted | Error::Forked => "RegionError",
     }
 }
 
@@ -66,7 +66,7 @@ pub(super) fn seconds(py: Python<'_>, value: f64) -> PyResult<Duration> {
         let error = Error::InvalidNumber {
             what: "timeout",
             value: value.to_string(),
-            reason: "it must be a finite number of seconds, 0 or more",
+            reason: "it must be a number of seconds from 0 to about 1.8e19",
         };
         to_python(py, &error)
     })

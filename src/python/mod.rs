@@ -43,7 +43,8 @@ impl PythonHost {
 
 impl Host for PythonHost {
     fn checkpoint(&mut self) -> ControlFlow<()> {
-        if self.raised.is_some() {
+        // A daemon thread whose process is about to end: what it made is given back.
+        if self.raised.is_some() || !self.runs_handlers && thread::is_ending() {
             return ControlFlow::Break(());
         }
         if !self.runs_handlers || self.last_look.elapsed() < SIGNAL_INTERVAL {
@@ -56,6 +57,7 @@ impl Host for PythonHost {
 
     fn warn(&mut self, warning: &Warning) {
         let text = format!("{warning}\nhint: {}", warning.hint());
+        let _returning = thread::Returning::begin();
         let answer = Python::try_attach(|py| match &self.warn {
             Some(warn) => warn.call1(py, (text,)).map(drop),
             None => Ok(()),
@@ -72,18 +74,14 @@ fn run_detached<T: Send>(
     warn: Option<Py<PyAny>>,
     work: impl Send + FnOnce(&mut crate::wait::Checkpoint<'_>) -> crate::Result<T>,
 ) -> PyResult<T> {
-    let began = Instant::now();
-    let (result, raised) = py.detach(|| {
+    let (result, raised) = detached(py, || {
         let mut host = PythonHost {
             runs_handlers: thread::runs_signal_handlers(),
-            last_look: began,
+            last_look: Instant::now(),
             raised: None,
             warn,
         };
         let result = work(&mut host);
-        if !host.runs_handlers && began.elapsed() > SIGNAL_INTERVAL {
-            thread::end_with_the_interpreter();
-        }
         (result, host.raised)
     });
     match (result, raised) {
@@ -93,10 +91,20 @@ fn run_detached<T: Send>(
     }
 }
 
+/// Lets go of the GIL for work that may take long, in a daemon thread perhaps until the interpreter ends.
+fn detached<T: Send>(py: Python<'_>, work: impl Send + FnOnce() -> T) -> T {
+    let (result, returning) = py.detach(|| {
+        let result = work();
+        (result, thread::Returning::begin())
+    });
+    drop(returning);
+    result
+}
+
 /// Drops what may unmap gigabytes, without the GIL where the interpreter still allows it.
 fn drop_detached<T: Send>(value: T) {
     let mut value = Some(value);
-    Python::try_attach(|py| py.detach(|| drop(value.take())));
+    Python::try_attach(|py| detached(py, || drop(value.take())));
 }
 
 /// What this build of the extension is: `version`, `target`, `profile`, `features`, `python_abi`.
@@ -133,6 +141,12 @@ fn kept_mappings() -> usize {
     crate::region::kept_mappings()
 }
 
+/// To be called as the last thing at exit: daemon threads in native work stay there from now on.
+#[pyfunction]
+fn begin_exit(py: Python<'_>) {
+    thread::end(py);
+}
+
 #[pymodule]
 #[pyo3(gil_used = false)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -145,6 +159,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<buffer::PyMapping>()?;
     module.add_function(wrap_pyfunction!(build_info, module)?)?;
     module.add_function(wrap_pyfunction!(kept_mappings, module)?)?;
+    module.add_function(wrap_pyfunction!(begin_exit, module)?)?;
     module.add_function(wrap_pyfunction!(wait_for_file_size, module)?)?;
     Ok(())
 }

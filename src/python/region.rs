@@ -7,9 +7,8 @@ use std::ffi::c_int;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::thread::ThreadId;
 
 use pyo3::exceptions::{PyBufferError, PyException, PyRuntimeError};
 use pyo3::ffi;
@@ -18,8 +17,9 @@ use pyo3::types::{PyDict, PyTuple};
 
 use super::buffer::{self, PyMapping, Shape};
 use super::torch_cudart::{Interrupted, TorchCudart};
-use super::{errors, run_detached};
+use super::{detached, errors, run_detached};
 use crate::check::Name;
+use crate::fork::Process;
 use crate::mapping::Mapping;
 use crate::pin::{HostRegistrar, MAX_PIECE_BYTES, PinRefused, PinReport, Refusal};
 use crate::prefault::Method;
@@ -81,7 +81,8 @@ pub(super) struct PyPinOutcome {
     /// The size of the piece that was refused.
     refused_bytes: Option<usize>,
     elapsed_seconds: f64,
-    /// The runtime's answer where it refused, its symbolic name and its text.
+    /// The runtime's function that refused, its answer, the symbolic name and the text.
+    call: &'static str,
     code: Option<i32>,
     name: String,
     text: String,
@@ -108,16 +109,30 @@ impl PyPinOutcome {
         }
     }
 
-    fn refused(refused: PinRefused) -> Self {
+    fn refused(refused: PinRefused, not_undone: &[Refusal]) -> Self {
         Self {
             backend: Some(refused.backend),
             library_path: refused.library_path,
             refused_bytes: Some(refused.piece_bytes),
             elapsed_seconds: refused.elapsed.as_secs_f64(),
+            call: refused.refusal.call,
             code: Some(refused.refusal.code),
             name: refused.refusal.name,
             text: refused.refusal.text,
-            not_undone: kept(&refused.not_undone),
+            not_undone: kept(not_undone),
+            ..Self::default()
+        }
+    }
+
+    /// An earlier pin left registrations that the driver still does not take back.
+    fn not_taken_back(refusals: &[Refusal]) -> Self {
+        let first = refusals.first();
+        Self {
+            backend: Some("cudart"),
+            call: "cudaHostUnregister",
+            code: first.map(|refusal| refusal.code),
+            name: first.map(|refusal| refusal.name.clone()).unwrap_or_default(),
+            text: String::from("the driver did not take back an earlier registration of this memory"),
             ..Self::default()
         }
     }
@@ -131,6 +146,7 @@ impl PyPinOutcome {
         match nobody {
             Nobody::NoLibrary(text) => outcome.text = text,
             Nobody::NoDevice { refusal, library_path } => {
+                outcome.call = refusal.call;
                 outcome.code = Some(refusal.code);
                 outcome.name = refusal.name;
                 outcome.text = refusal.text;
@@ -167,28 +183,63 @@ struct Exporter {
     mapping: Option<Arc<Mapping>>,
     shape: Shape,
     is_open: bool,
+    /// A thread is in the constructor.
+    is_opening: bool,
     /// Somebody took a simple buffer: it may keep only this object, as `torch.frombuffer` does, so the
     /// mapping must live as long as the object.
     is_lent: bool,
 }
 
 /// The state of an `ECSharedRegion`. Made empty, so that a subclass may take other arguments.
+///
+/// `state` is locked without the GIL, for as long as a registration takes; `exporter` only with it, so that
+/// no forked child finds it locked.
 #[pyclass(subclass, frozen, name = "Region", module = "ec_shared_region._core")]
 pub(super) struct PyRegion {
     state: Mutex<Option<Region>>,
     exporter: Mutex<Exporter>,
-    owner_pid: AtomicU32,
-    /// The thread that holds the state for a slow step: a signal handler that runs in it must not wait for it.
-    busy_thread: Mutex<Option<ThreadId>>,
+    /// The process that opened the region, [`Process::to_bits`].
+    owner: AtomicU64,
+    /// Changed under the state's lock, read without it.
+    is_registered: AtomicBool,
+    /// The thread that holds the state for a slow step, or 0: a signal handler that runs in it must not wait for it.
+    busy_thread: AtomicU64,
     /// Such a handler asked to close: the thread does it when the step has ended.
     close_afterwards: AtomicBool,
 }
 
+/// A number for the calling thread, never 0.
+fn this_thread() -> u64 {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    thread_local!(static NUMBER: u64 = NEXT.fetch_add(1, Ordering::Relaxed));
+    NUMBER.with(|number| *number)
+}
+
+/// Marks the calling thread as busy until dropped, also by a panic.
+struct Busy<'r>(&'r AtomicU64);
+
+impl<'r> Busy<'r> {
+    fn begin(busy_thread: &'r AtomicU64) -> Self {
+        busy_thread.store(this_thread(), Ordering::Relaxed);
+        Self(busy_thread)
+    }
+}
+
+impl Drop for Busy<'_> {
+    fn drop(&mut self) {
+        self.0.store(0, Ordering::Relaxed);
+    }
+}
+
 impl PyRegion {
+    fn is_owned_here(&self) -> bool {
+        self.owner.load(Ordering::Relaxed) == Process::current().to_bits()
+    }
+
     /// The state. `None` in a forked child where another thread of the parent held it at the fork: it
     /// will never be unlocked there.
     fn state(&self) -> Option<MutexGuard<'_, Option<Region>>> {
-        if self.owner_pid.load(Ordering::Relaxed) == std::process::id() {
+        if self.is_owned_here() {
             return Some(lock(&self.state));
         }
         match self.state.try_lock() {
@@ -198,15 +249,19 @@ impl PyRegion {
         }
     }
 
+    fn is_busy_here(&self) -> bool {
+        self.busy_thread.load(Ordering::Relaxed) == this_thread()
+    }
+
     /// A slow step on the region, without the GIL. `None` where it is closed, was closed by a handler during
     /// the step, or is not owned here.
     fn on_region<T: Send>(&self, py: Python<'_>, step: impl Send + FnOnce(&mut Region) -> T) -> Option<T> {
-        let result = py.detach(|| {
+        let result = detached(py, || {
             let mut state = self.state()?;
             let region = state.as_mut().filter(|region| region.is_owned_here())?;
-            *lock(&self.busy_thread) = Some(std::thread::current().id());
+            let _busy = Busy::begin(&self.busy_thread);
             let result = step(region);
-            *lock(&self.busy_thread) = None;
+            self.is_registered.store(region.is_pinned(), Ordering::Relaxed);
             Some(result)
         });
         if self.close_afterwards.swap(false, Ordering::Relaxed) {
@@ -214,6 +269,20 @@ impl PyRegion {
             return None;
         }
         result
+    }
+
+    /// A question to the open region, which also a forked child may ask.
+    fn look<T: Send>(&self, py: Python<'_>, question: impl Send + FnOnce(&Region) -> crate::Result<T>) -> PyResult<T> {
+        if self.is_busy_here() {
+            return Err(PyRuntimeError::new_err(
+                "a signal handler cannot ask a region that its own thread is just pinning",
+            ));
+        }
+        detached(py, || match self.state().as_deref() {
+            Some(Some(region)) => question(region),
+            Some(None) | None => Err(crate::Error::Closed),
+        })
+        .map_err(|error| errors::to_python(py, &error))
     }
 
     /// The address behind the last byte; 0 where the region is closed.
@@ -246,10 +315,12 @@ impl PyRegion {
                 mapping: None,
                 shape: Shape::Bytes,
                 is_open: false,
+                is_opening: false,
                 is_lent: false,
             }),
-            owner_pid: AtomicU32::new(std::process::id()),
-            busy_thread: Mutex::new(None),
+            owner: AtomicU64::new(Process::current().to_bits()),
+            is_registered: AtomicBool::new(false),
+            busy_thread: AtomicU64::new(0),
             close_afterwards: AtomicBool::new(false),
         }
     }
@@ -279,12 +350,18 @@ impl PyRegion {
             mode: mode.parse().map_err(wrong)?,
             populate: populate.parse().map_err(wrong)?,
         };
-        if lock(&self.exporter).is_open {
-            return Err(PyRuntimeError::new_err(
-                "this region is open already: make another object for another region",
-            ));
+        {
+            let mut exporter = lock(&self.exporter);
+            if exporter.is_open || exporter.is_opening {
+                return Err(PyRuntimeError::new_err(
+                    "this region is open already: make another object for another region",
+                ));
+            }
+            exporter.is_opening = true;
         }
-        let (region, report) = run_detached(py, warn, |checkpoint| Region::open(&spec, checkpoint))?;
+        let opened = run_detached(py, warn, |checkpoint| Region::open(&spec, checkpoint));
+        lock(&self.exporter).is_opening = false;
+        let (region, report) = opened?;
         let (Some(mapping), Some(file)) = (region.mapping().cloned(), region.file()) else {
             return Err(errors::to_python(py, &crate::Error::Closed));
         };
@@ -318,9 +395,10 @@ impl PyRegion {
                 block_size_bytes: geometry.block_size_bytes(),
             },
             is_open: true,
+            is_opening: false,
             is_lent: false,
         };
-        self.owner_pid.store(std::process::id(), Ordering::Relaxed);
+        self.owner.store(Process::current().to_bits(), Ordering::Relaxed);
         *lock(&self.state) = Some(region);
         Ok(opened)
     }
@@ -345,8 +423,21 @@ impl PyRegion {
         device: Option<i32>,
         torch_cudart: Option<Bound<'_, PyAny>>,
     ) -> PyResult<PyPinOutcome> {
+        if self.is_busy_here() {
+            return Err(PyRuntimeError::new_err(
+                "a signal handler cannot pin a region that its own thread is just pinning",
+            ));
+        }
+        if !self.is_owned_here() {
+            return Ok(PyPinOutcome::nobody(
+                None,
+                Nobody::NoLibrary(String::from(
+                    "this process was forked from the one that opened the region: open it here to pin it",
+                )),
+            ));
+        }
         let interrupted = Interrupted::default();
-        let registrar: Box<dyn HostRegistrar> = match py.detach(|| cuda_registrar(&package_roots, device)) {
+        let registrar: Box<dyn HostRegistrar> = match detached(py, || cuda_registrar(&package_roots, device)) {
             Ok(registrar) => registrar,
             Err(nobody) => match torch_cudart.map(|torch_cudart| torch_cudart.call0()) {
                 Some(Ok(cudart)) => Box::new(TorchCudart::new(
@@ -371,9 +462,15 @@ impl PyRegion {
         }
         match pinned.unwrap_or(Err(PinError::Closed)) {
             Ok(report) => Ok(PyPinOutcome::pinned(report)),
-            Err(PinError::Refused(refused)) => Ok(PyPinOutcome::refused(*refused)),
+            Err(PinError::Refused(refused, not_undone)) => Ok(PyPinOutcome::refused(*refused, &not_undone)),
+            Err(PinError::NotTakenBack(refusals)) => Ok(PyPinOutcome::not_taken_back(&refusals)),
             Err(PinError::Closed) => Err(errors::to_python(py, &crate::Error::Closed)),
         }
+    }
+
+    /// Is the whole mapping registered, by this process?
+    fn _registered(&self) -> bool {
+        self.is_registered.load(Ordering::Relaxed) && self.is_owned_here()
     }
 
     /// Takes the registration back. Returns what the driver refused, as text.
@@ -385,11 +482,7 @@ impl PyRegion {
 
     /// What the file and its name look like now, without touching the memory.
     fn _check(&self, py: Python<'_>) -> PyResult<PyCheckReport> {
-        let report = py.detach(|| match self.state().as_ref().and_then(|state| state.as_ref()) {
-            Some(region) => region.check(),
-            None => Err(crate::Error::Closed),
-        });
-        let report = report.map_err(|error| errors::to_python(py, &error))?;
+        let report = self.look(py, Region::check)?;
         Ok(PyCheckReport {
             name: match report.name {
                 Name::Ours => "ours",
@@ -410,24 +503,23 @@ impl PyRegion {
 
     /// (device, inode, nonce) of this creation of the region.
     fn _identity(&self, py: Python<'_>) -> PyResult<(u64, u64, u64)> {
-        let identity = match self.state().as_ref().and_then(|state| state.as_ref()) {
-            Some(region) => region.identity(),
-            None => Err(crate::Error::Closed),
-        };
-        let identity = identity.map_err(|error| errors::to_python(py, &error))?;
+        let identity = self.look(py, Region::identity)?;
         Ok((identity.device, identity.inode, identity.nonce))
     }
 
     /// Lets go of everything, see `cleanup`; waits for a registration in progress. Returns what could
     /// not be done, as text. Closing again does nothing.
     fn _close(&self, py: Python<'_>) -> Vec<String> {
-        if *lock(&self.busy_thread) == Some(std::thread::current().id()) {
+        if self.is_busy_here() {
             self.close_afterwards.store(true, Ordering::Relaxed);
             return Vec::new();
         }
-        py.detach(|| {
-            let mapping = self.stop_exporting();
-            let region = self.state().and_then(|mut state| state.take());
+        let mapping = self.stop_exporting();
+        detached(py, || {
+            let region = self.state().and_then(|mut state| {
+                self.is_registered.store(false, Ordering::Relaxed);
+                state.take()
+            });
             drop(mapping); // before the region, whose share of the mapping should be the last
             let Some(mut region) = region else {
                 return Vec::new();

@@ -1,12 +1,21 @@
 //! Which thread runs Python's signal handlers, and what becomes of the others when the interpreter ends.
+//!
+//! A daemon thread that asks for the GIL of an ending interpreter is killed by unwinding, which Rust does not
+//! survive. So before the interpreter begins to end ([`end`], called at exit) nobody may be left on the way back
+//! from native work, and whoever comes later waits for the end of the process instead, holding nothing.
 
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
 
 use nix::unistd::{getpid, gettid};
 use pyo3::prelude::*;
 
 /// Python's main thread: not the process's first where a program embeds the interpreter in another.
 static MAIN_THREAD: AtomicI32 = AtomicI32::new(0);
+/// The interpreter is about to end.
+static IS_ENDING: AtomicBool = AtomicBool::new(false);
+/// Threads between native work and Python.
+static RETURNING: AtomicUsize = AtomicUsize::new(0);
 
 pub(super) fn learn_main_thread(py: Python<'_>) -> PyResult<()> {
     let main = py.import("threading")?.call_method0("main_thread")?;
@@ -20,11 +29,46 @@ pub(super) fn runs_signal_handlers() -> bool {
     gettid() == getpid() || gettid().as_raw() == MAIN_THREAD.load(Ordering::Relaxed)
 }
 
-/// Called by a thread before it goes back to Python after a long time. If the interpreter is ending, a
-/// daemon thread that asks for the GIL is killed by unwinding, which Rust does not survive: it waits
-/// here for the end of the process instead, holding nothing.
-pub(super) fn end_with_the_interpreter() {
-    while Python::try_attach(|_| ()).is_none() {
-        std::thread::park();
+/// A thread on its way back to Python; dropped when it is there.
+pub(super) struct Returning(());
+
+impl Returning {
+    /// Does not come back if the interpreter is ending.
+    pub(super) fn begin() -> Option<Self> {
+        if runs_signal_handlers() {
+            return None; // it is the main thread that ends the interpreter
+        }
+        RETURNING.fetch_add(1, Ordering::SeqCst);
+        if IS_ENDING.load(Ordering::SeqCst) {
+            RETURNING.fetch_sub(1, Ordering::SeqCst);
+            loop {
+                std::thread::park();
+            }
+        }
+        Some(Self(()))
     }
+}
+
+impl Drop for Returning {
+    fn drop(&mut self) {
+        RETURNING.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// Is the interpreter about to end?
+pub(super) fn is_ending() -> bool {
+    IS_ENDING.load(Ordering::Relaxed)
+}
+
+/// The interpreter is about to end: lets those who are on the way back arrive, and nobody follow.
+pub(super) fn end(py: Python<'_>) {
+    const PATIENCE: Duration = Duration::from_secs(1);
+
+    IS_ENDING.store(true, Ordering::SeqCst);
+    py.detach(|| {
+        let since = Instant::now();
+        while RETURNING.load(Ordering::SeqCst) > 0 && since.elapsed() < PATIENCE {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    });
 }

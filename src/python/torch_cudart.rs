@@ -1,4 +1,4 @@
-//! `torch.cuda.cudart()` as a registrar: for builds whose runtime cudarc cannot reach (ROCm, a runtime
+//! `torch.cuda.cudart()` as a registrar: for builds whose runtime cannot be reached otherwise (ROCm, a runtime
 //! linked statically), and for callers' tests that replace it.
 
 use std::path::PathBuf;
@@ -44,34 +44,63 @@ impl TorchCudart {
         }
     }
 
-    fn call(&self, method: &str, args: impl for<'py> pyo3::call::PyCallArgs<'py>) -> Result<(), Refusal> {
-        Python::attach(|py| {
-            let answer = self.cudart.bind(py).call_method1(method, args).and_then(|result| {
+    fn call(&self, call: &'static str, args: impl for<'py> pyo3::call::PyCallArgs<'py>) -> Result<(), Refusal> {
+        let result = Python::attach(|py| {
+            let cudart = self.cudart.bind(py);
+            let answer = cudart.call_method1(call, args).and_then(|result| {
                 // An enum of the binding, or a plain number.
                 let code = result.getattr("value").unwrap_or_else(|_| result.clone());
-                let name = result.getattr("name").and_then(|name| name.extract::<String>());
-                Ok((code.extract::<i32>()?, name.unwrap_or_default()))
+                Ok((code.extract::<i32>()?, result))
             });
             match answer {
                 Ok((0, _)) => Ok(()),
-                Ok((code, name)) => Err(Refusal {
-                    code,
-                    name,
-                    text: String::new(),
-                }),
+                Ok((code, result)) => {
+                    let text = |value: PyResult<Bound<'_, PyAny>>| value.and_then(|value| value.extract::<String>());
+                    // The binding has no names for the codes and says "???".
+                    let name = text(result.getattr("name")).ok().filter(|name| !name.contains('?'));
+                    Err(Refusal {
+                        call,
+                        code,
+                        name: name.unwrap_or_else(|| known_name(code).to_owned()),
+                        text: text(cudart.call_method1("cudaGetErrorString", (result,))).unwrap_or_default(),
+                    })
+                }
                 Err(raised) => {
                     let text = raised.to_string();
                     if !raised.is_instance_of::<PyException>(py) {
                         self.interrupted.put(raised);
                     }
                     Err(Refusal {
+                        call,
                         code: UNKNOWN,
-                        name: String::from("cudaErrorUnknown"),
+                        name: known_name(UNKNOWN).to_owned(),
                         text,
                     })
                 }
             }
-        })
+        });
+        #[cfg(feature = "cuda")]
+        if result.is_err() {
+            crate::cuda::drain_torch();
+        }
+        result
+    }
+}
+
+/// Names of the codes that a registration may answer (CUDA Runtime API, "Error Handling").
+fn known_name(code: i32) -> &'static str {
+    match code {
+        1 => "cudaErrorInvalidValue",
+        2 => "cudaErrorMemoryAllocation",
+        3 => "cudaErrorInitializationError",
+        4 => "cudaErrorCudartUnloading",
+        35 => "cudaErrorInsufficientDriver",
+        100 => "cudaErrorNoDevice",
+        712 => "cudaErrorHostMemoryAlreadyRegistered",
+        713 => "cudaErrorHostMemoryNotRegistered",
+        801 => "cudaErrorNotSupported",
+        UNKNOWN => "cudaErrorUnknown",
+        _ => "",
     }
 }
 

@@ -460,7 +460,8 @@ def test_the_device_is_current_during_the_calls_only(run) -> None:
         assert fake.device() == 0, "the calling thread's device changed"
         r.unpin_memory()
         assert r.pin_memory() and fake.calls("register")[-1].device == 0
-        assert len(fake.calls("set_device")) == 1, "no device was set that nobody asked for"
+        assert {c.device for c in fake.calls("set_device")} == {3}, "a device was set that nobody asked for"
+        assert [c.device for c in fake.calls("unregister")] == [3]
         r.cleanup()
         """
     )
@@ -581,3 +582,116 @@ def test_nvidias_own_runtime_without_a_driver_answers_35(run) -> None:
         package_root=root,
     )
     assert done.stderr == ""
+
+
+@pytest.mark.case("PI-08")
+def test_our_own_leftovers_are_not_taken_for_somebody_elses(run) -> None:
+    run(
+        """
+        r = region()
+        fake = Fake(path)
+        assert r.pin_memory(max_piece_bytes=64 << 10)
+        fake.fail_unregister(1)
+        r.unpin_memory()
+        assert not r.is_pinned and len(warnings_logged()) == 1
+        result = r.pin_memory()
+        assert not result and not r.is_pinned and "did not take back" in result.reason, result
+        fake.fail_unregister(0)
+        assert r.pin_memory() and r.is_pinned, "the driver had changed its mind"
+        r.cleanup()
+        from ec_shared_region import _core
+        assert _core.kept_mappings() == 1
+        """
+    )
+
+
+@pytest.mark.case("PI-02")
+def test_pin_and_unpin_in_threads_never_leave_a_false_flag(run) -> None:
+    run(
+        """
+        import threading
+        fake = Fake(path)
+        for _ in range(60):
+            fake.forget()
+            r = region()
+            go = threading.Barrier(3)
+            def work(step):
+                go.wait()
+                step()
+            steps = [r.pin_memory, r.pin_memory, r.unpin_memory]
+            threads = [threading.Thread(target=work, args=(step,)) for step in steps]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            live = len(fake.calls("register")) - len(fake.calls("unregister"))
+            assert r.is_pinned == (live == 1), (r.is_pinned, live)
+            r.cleanup()
+            assert len(fake.calls("register")) == len(fake.calls("unregister"))
+        """
+    )
+
+
+@pytest.mark.case("FO-01")
+def test_a_forked_child_does_not_say_it_is_pinned(run) -> None:
+    run(
+        """
+        r = region()
+        assert r.pin_memory()
+        pid = os.fork()
+        if pid == 0:
+            result = r.pin_memory()
+            ok = not r.is_pinned and not result and "forked" in result.reason
+            os._exit(0 if ok else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        r.cleanup()
+        """
+    )
+
+
+def test_a_daemon_thread_that_pins_at_exit_is_no_abort(run) -> None:
+    done = run(
+        """
+        import threading, time
+        Fake(path).delay(300_000)
+        r = region()
+        threading.Thread(target=r.pin_memory, daemon=True).start()
+        time.sleep(0.05)
+        """
+    )
+    assert done.stderr == ""
+
+
+@pytest.mark.case("PK-01")
+def test_a_library_that_was_cut_off_is_passed_over(run, tmp_path: Path, runtime: Path) -> None:
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    whole = (runtime / "libcudart.so.13").read_bytes()
+    (folder / "libcudart.so.13").write_bytes(whole[:8192])
+    os.mkfifo(folder / "libcudart.so.12")
+    eleven = fake_cudart.build(folder, "libcudart.so.11.0")
+    run(
+        f"""
+        r = region()
+        assert r.pin_memory().library_path == {str(eleven)!r}
+        r.cleanup()
+        """,
+        loader_path=folder,
+    )
+
+
+def test_a_mapped_file_with_an_odd_name_hides_no_runtime(run, tmp_path: Path) -> None:
+    odd = os.fsencode(tmp_path) + b"/odd\xff"
+    Path(os.fsdecode(odd)).write_bytes(b"x" * 4096)
+    loaded = fake_cudart.build(tmp_path / "own", "libcudart-abcd.so.12")
+    run(
+        f"""
+        import mmap
+        with open({odd!r}, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        ctypes.CDLL({str(loaded)!r})
+        r = region()
+        assert r.pin_memory().library_path == {str(loaded)!r}
+        r.cleanup()
+        """
+    )
