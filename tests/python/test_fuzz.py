@@ -86,7 +86,10 @@ ids = st.one_of(
     odd_values,
 )
 words = st.one_of(
-    st.sampled_from(["create_or_join", "create", "join", "never"]), st.text(max_size=12), st.text().map(OddText), odd_values
+    st.sampled_from(["create_or_join", "create", "join", "never"]),
+    st.text(max_size=12),
+    st.text().map(OddText),
+    odd_values,
 )
 # A wait for what never comes must end: what is really waited for is short, everything else is refused.
 timeouts = st.one_of(st.just(0), st.floats(max_value=0.01), integers.filter(lambda n: n <= 0 or n > 2**40), odd_values)
@@ -111,7 +114,7 @@ def is_small(blocks: Any, block_bytes: Any) -> bool:
     return not 1 << 16 < total < 1 << 50
 
 
-@pytest.mark.case("PE-07", "PK-10", "PK-13", "OB-04")
+@pytest.mark.case("PE-07", "PK-10", "PK-11", "PK-13", "OB-04")
 @settings(max_examples=400)
 @given(engine_id=ids, blocks=sizes, block_bytes=sizes, timeout=timeouts, mode=words, populate=words)
 def test_any_arguments_make_a_region_or_an_exception(
@@ -212,7 +215,11 @@ class Life(RuleBasedStateMachine):
     def is_alive(self, identity: int) -> bool:
         return bool(self.holders_of(identity)) or any(owner == identity for _, owner in self.kept_views)
 
-    @rule(which=st.integers(0, 1), shape=st.sampled_from(SHAPES), mode=st.sampled_from(["create_or_join", "create", "join"]))
+    @rule(
+        which=st.integers(0, 1),
+        shape=st.sampled_from(SHAPES),
+        mode=st.sampled_from(["create_or_join", "create", "join"]),
+    )
     def open(self, which: int, shape: tuple[int, int], mode: str) -> None:
         engine_id = self.ids[which]
         living = self.at_name[engine_id]
