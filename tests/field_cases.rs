@@ -29,7 +29,10 @@ fn a_block_is_whole_for_whoever_acquires_what_its_writer_released() {
     let shm = tempfile::tempdir_in("/dev/shm").unwrap();
     let (writer, reader) = (open(shm.path(), 4, BLOCK as u64), open(shm.path(), 4, BLOCK as u64));
     assert_eq!((writer.role(), reader.role()), (Role::Creator, Role::Joiner));
-    let (to, from) = (Arc::clone(writer.mapping().unwrap()), Arc::clone(reader.mapping().unwrap()));
+    let (to, from) = (
+        Arc::clone(writer.mapping().unwrap()),
+        Arc::clone(reader.mapping().unwrap()),
+    );
     assert_ne!(to.as_ptr(), from.as_ptr());
     let (ready, seen) = (AtomicUsize::new(0), AtomicUsize::new(0));
     std::thread::scope(|scope| {
@@ -120,7 +123,15 @@ fn another_device_is_pinned_by_the_same_plan() {
     assert_eq!((report.backend, report.pieces), ("npu", 4));
     assert!(region.is_pinned());
     assert!(region.unpin().unwrap());
-    assert_eq!(calls.lock().unwrap().iter().filter(|call| *call == "unregister").count(), 4);
+    assert_eq!(
+        calls
+            .lock()
+            .unwrap()
+            .iter()
+            .filter(|call| *call == "unregister")
+            .count(),
+        4
+    );
     match region.pin(npu(0), usize::MAX) {
         Err(PinError::Refused(refused)) => assert_eq!(refused.refusal.name, "npuErrorTooLarge"),
         other => panic!("{other:?}"),

@@ -17,19 +17,19 @@ from ec_shared_region import ECSharedRegion
 from procs import SHM, error_of, path_of
 
 NOBODY = 1234
-# Linux refuses O_CREAT on another user's file in a sticky directory where fs.protected_regular is set: EACCES, root too.
+# Where fs.protected_regular is set, Linux refuses O_CREAT on another user's file in a sticky directory, to root too.
 PROTECTED = {"call": "openat", "argument": 2, "bits": os.O_CREAT, "error": errno.EACCES}
 
 
-def is_protected_regular() -> bool:
+def is_protected(what: str) -> bool:
     with contextlib.suppress(OSError, ValueError):
-        return int(Path("/proc/sys/fs/protected_regular").read_text()) > 0
+        return int(Path(f"/proc/sys/fs/protected_{what}").read_text()) > 0
     return False
 
 
 @pytest.mark.case("PE-02", "PE-04")
 def test_no_open_of_ours_needs_o_creat(spawn: Any, engine_id: str) -> None:
-    """A file is made without a name and linked, and joined by a plain open: a kernel that forbids O_CREAT forbids nothing."""
+    """Made without a name and linked, joined by a plain open: a kernel that forbids O_CREAT forbids nothing."""
     creator, joiner = spawn(refuse=[PROTECTED]), spawn(refuse=[PROTECTED])
     assert creator.run("r = Region(id, 2, 64); r.is_creator", id=engine_id) is True
     assert joiner.run("r = Region(id, 2, 64); r.is_creator", id=engine_id) is False
@@ -51,7 +51,7 @@ def test_another_users_file_is_our_refusal_and_not_the_kernels(
         id=engine_id,
         uid=NOBODY,
     )
-    rules = [] if is_protected_regular() else [PROTECTED]
+    rules = [] if is_protected("regular") else [PROTECTED]
     child = shm.spawn(refuse=rules)
     error = error_of(child, "Region(id, 8, 64, mode=mode, timeout=5)", id=engine_id, mode=mode)
     assert "ForeignFileError" in error.classes and "PermissionError" in error.classes
@@ -69,6 +69,7 @@ def test_another_user_can_neither_open_nor_rename_nor_remove_a_live_region(
     owner.run("r = Region(id, 2, 64); memoryview(r)[0, 0] = 7", id=engine_id)
     stranger.run("path = f'/dev/shm/vllm_ec_{id}.mmap'; open('/dev/shm/theirs', 'w').close()", id=engine_id)
     for attempt in (
+        *(["os.link(path, path + '.second')"] if is_protected("hardlinks") else []),
         "os.open(path, os.O_RDONLY)",
         "os.open(path, os.O_RDWR)",
         "os.truncate(path, 0)",
