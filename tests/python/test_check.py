@@ -76,6 +76,7 @@ def test_a_second_name_and_an_open_mode_are_told(open_region: Any, engine_id: st
     assert region.check()
 
 
+@pytest.mark.case("MN-04", "MN-02", "CR-05")
 def test_the_identity_is_shared_by_all_and_new_after_a_restart(open_region: Any, spawn: Any, engine_id: str) -> None:
     region = open_region(engine_id, 2, 64)
     identity = region.identity()

@@ -133,7 +133,7 @@ def test_orphans_of_other_ids_are_reclaimed(spawn: Any, open_region: Any, new_id
         assert not path_of(engine_id).exists()
 
 
-@pytest.mark.case("ST-01")
+@pytest.mark.case("ST-01", "ST-11")
 def test_a_crash_loop_is_no_loop(small_shm: Any, new_id: Any) -> None:
     """Room for one and a half regions: the restart under another id has to reclaim first to fit."""
     shm = small_shm("size=3m")

@@ -251,6 +251,7 @@ def test_a_joiner_needs_no_space(small_shm: Any, engine_id: str) -> None:
     assert shm.names() == []
 
 
+@pytest.mark.case("NU-04", "NU-05")
 @pytest.mark.parametrize(
     "rules",
     [

@@ -64,7 +64,7 @@ def test_pieces_tile_the_region_and_exactly_they_are_unregistered(run) -> None:
     )
 
 
-@pytest.mark.case("PI-02")
+@pytest.mark.case("PI-02", "PI-32", "PI-16", "PI-17", "PI-22")
 def test_a_refusal_at_the_third_piece_undoes_the_first_two_and_can_be_repeated(run) -> None:
     run(
         """

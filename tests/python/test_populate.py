@@ -84,7 +84,7 @@ def test_a_joiner(
     child.run("r.cleanup()")
 
 
-@pytest.mark.case("PO-01", "PO-02", "PO-04")
+@pytest.mark.case("PO-01", "PO-02", "PO-04", "PO-07")
 def test_an_old_kernel_is_a_slower_start_and_one_line_in_the_log(spawn: Any, engine_id: str) -> None:
     """Before Linux 5.14 the advice is unknown: EINVAL. Each page is touched instead, truly written."""
     child = spawn(refuse=OLD_KERNEL)
