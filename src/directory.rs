@@ -23,6 +23,7 @@ use crate::file::identity;
 use crate::fork::Unshared;
 use crate::lock::{self, Exclusive, Freeing};
 use crate::publish::UNNAMED_PREFIX;
+use crate::retry::uninterrupted;
 use crate::spec::{EngineId, NAME_PREFIX, NAME_SUFFIX};
 use crate::step::{Step, reached};
 use crate::wait::Waiter;
@@ -43,7 +44,8 @@ impl Directory {
     /// [`Error::Os`] where it is missing, no directory, or not readable.
     pub fn open(path: &Path) -> Result<Self> {
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-        let fd = nix::fcntl::open(path, flags, Permissions::empty()).map_err(|errno| Error::os("open", path, errno))?;
+        let fd = uninterrupted(|| nix::fcntl::open(path, flags, Permissions::empty()))
+            .map_err(|errno| Error::os("open", path, errno))?;
         let device = fstat(&fd).map_err(|errno| Error::os("fstat", path, errno))?.st_dev;
         Ok(Self {
             path: path.to_owned(),
@@ -65,7 +67,7 @@ impl Directory {
     /// The same directory as an open file of its own: locks of one open file do not exclude each other.
     fn reopen(&self) -> io::Result<OwnedFd> {
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
-        Ok(openat(&self.fd, c".", flags, Permissions::empty())?)
+        Ok(uninterrupted(|| openat(&self.fd, c".", flags, Permissions::empty()))?)
     }
 
     /// Waits for the lock under which names are looked at and changed.
@@ -117,7 +119,8 @@ impl Directory {
     /// # Errors
     /// [`Error::Os`].
     pub fn room(&self) -> Result<Room> {
-        let stat = nix::sys::statvfs::fstatvfs(&self.fd).map_err(|errno| Error::os("fstatvfs", &self.path, errno))?;
+        let stat = uninterrupted(|| nix::sys::statvfs::fstatvfs(&self.fd))
+            .map_err(|errno| Error::os("fstatvfs", &self.path, errno))?;
         let unit = stat.fragment_size();
         Ok(Room {
             total_bytes: stat.blocks().saturating_mul(unit),

@@ -343,7 +343,7 @@ impl Error {
                 let mut hint = String::from(match state {
                     WaitState::DeadFile { .. } => "a constructor that may create replaces it: use mode=\"create_or_join\"",
                     WaitState::NoFile { .. } => {
-                        "is the engine running, on this host and in this container? /dev/shm is not shared between hosts"
+                        "is the engine running, on this host and in this container? /dev/shm is not shared between hosts, and a log-out can take names away (systemd's RemoveIPC)"
                     }
                     WaitState::NotSized { .. } => {
                         "is its creator stuck, or was it started with a smaller geometry?"

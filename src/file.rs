@@ -20,6 +20,7 @@ use crate::error::{Error, Result, WaitState};
 use crate::fork::Unshared;
 use crate::holders::{self, FileIdentity};
 use crate::lock::{self, Exclusive};
+use crate::retry::uninterrupted;
 use crate::spec::Geometry;
 use crate::step::{Step, reached};
 use crate::wait::{Checkpoint, Waiter};
@@ -29,6 +30,8 @@ use crate::wait::{Checkpoint, Waiter};
 pub enum Probe {
     /// The name changed hands while it was looked at.
     Changed,
+    /// Nobody has it open for writing, and somebody holds its lock.
+    Locked,
     Absent,
     /// Nobody holds it. `is_proven` is false where only a partial view of /proc says so.
     Dead {
@@ -99,7 +102,7 @@ impl Locked<'_> {
             self.verify(name, &stat)?;
             // O_NONBLOCK: whatever took the name meanwhile, the open must not hang on it.
             let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
-            let fd = match openat(&self.directory.fd, name, flags, Permissions::empty()) {
+            let fd = match uninterrupted(|| openat(&self.directory.fd, name, flags, Permissions::empty())) {
                 Ok(fd) => fd,
                 Err(Errno::ENOENT) => continue,
                 Err(errno) => return Err(Error::os("open", self.directory.join(name), errno)),
@@ -152,15 +155,15 @@ impl Locked<'_> {
     fn judge(&self, name: &CStr, fd: Unshared, stat: &FileStat) -> Result<Probe> {
         let exclusive =
             Exclusive::try_hold(&fd).map_err(|source| Error::os("flock", self.directory.join(name), source))?;
-        let (is_live, is_proven) = match exclusive {
-            None => (true, true),
-            Some(_) => match lock::has_writer(&fd) {
-                Some(is_live) => (is_live, true),
-                None => (
-                    holders::is_held(identity(stat), &[fd.as_fd().as_raw_fd()]),
-                    holders::sees_everything(),
-                ),
-            },
+        let (is_live, is_proven) = match (&exclusive, lock::has_writer(&fd)) {
+            // A lock alone is no life: whoever only reads the file can hold one.
+            (None, Some(false)) => return Ok(Probe::Locked),
+            (_, Some(is_live)) => (is_live, true),
+            (None, None) => (true, true),
+            (Some(_), None) => (
+                holders::is_held(identity(stat), &[fd.as_fd().as_raw_fd()]),
+                holders::sees_everything(),
+            ),
         };
         drop(exclusive);
         let found = Found {
@@ -184,7 +187,7 @@ impl Locked<'_> {
         let os = |call| move |source: io::Error| Error::os(call, self.directory.join(name), source);
         // No O_CREAT: fs.protected_regular refuses it on files in sticky directories, proc_sys_fs(5).
         let flags = OFlag::O_RDWR | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
-        let fd = match openat(&self.directory.fd, name, flags, Permissions::empty()) {
+        let fd = match uninterrupted(|| openat(&self.directory.fd, name, flags, Permissions::empty())) {
             Ok(fd) => Unshared::from(fd),
             Err(Errno::ENOENT) => return Ok(Attach::NameChanged),
             Err(Errno::EWOULDBLOCK) => return Ok(Attach::Locked), // somebody's lease

@@ -23,6 +23,7 @@ pub mod prefault;
 mod publish;
 pub mod reap;
 pub mod region;
+mod retry;
 pub mod spec;
 pub mod step;
 pub mod wait;

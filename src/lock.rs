@@ -30,6 +30,7 @@ use nix::fcntl::{FcntlArg, fcntl};
 use nix::libc;
 
 use crate::fork::Unshared;
+use crate::retry::uninterrupted;
 use crate::spec::MAX_REGION_BYTES;
 
 /// Lock bytes lie behind every byte that a region can have.
@@ -44,16 +45,14 @@ const NONCE: i64 = 1 << 62;
 const F_SETSIG: libc::c_int = 10;
 
 fn flock(fd: &impl AsFd, operation: libc::c_int) -> io::Result<bool> {
-    loop {
+    let locked = uninterrupted(|| {
         // SAFETY: `fd` is borrowed for the call, so it is open; flock touches no memory of ours.
-        if unsafe { libc::flock(fd.as_fd().as_raw_fd(), operation | libc::LOCK_NB) } == 0 {
-            return Ok(true);
-        }
-        match Errno::last() {
-            Errno::EINTR => {}
-            Errno::EWOULDBLOCK => return Ok(false),
-            errno => return Err(errno.into()),
-        }
+        Errno::result(unsafe { libc::flock(fd.as_fd().as_raw_fd(), operation | libc::LOCK_NB) })
+    });
+    match locked {
+        Ok(_) => Ok(true),
+        Err(Errno::EWOULDBLOCK) => Ok(false),
+        Err(errno) => Err(errno.into()),
     }
 }
 
@@ -95,20 +94,21 @@ fn byte_lock(lock_type: libc::c_int, start: i64, len: i64) -> libc::flock {
 // none of them, nothing is announced, and everybody does what they do with a file of the original class:
 // compare the size, and reserve what is missing.
 
-fn set(fd: &impl AsFd, lock_type: libc::c_int, start: i64) {
-    let _ = fcntl(fd, FcntlArg::F_OFD_SETLK(&byte_lock(lock_type, start, 1)));
+fn set(fd: &impl AsFd, lock_type: libc::c_int, start: i64) -> nix::Result<()> {
+    let lock = byte_lock(lock_type, start, 1);
+    uninterrupted(|| fcntl(fd, FcntlArg::F_OFD_SETLK(&lock))).map(drop)
 }
 
 /// The first lock of another open file that stands against a write lock on the range.
 fn conflict(fd: &impl AsFd, start: i64, len: i64) -> Option<i64> {
     let mut query = byte_lock(libc::F_WRLCK, start, len);
-    fcntl(fd, FcntlArg::F_OFD_GETLK(&mut query)).ok()?;
+    uninterrupted(|| fcntl(fd, FcntlArg::F_OFD_GETLK(&mut query))).ok()?;
     (i32::from(query.l_type) != libc::F_UNLCK).then_some(query.l_start)
 }
 
 /// Announces the block size to everybody who opens the file, for as long as it stays open here.
 pub fn announce_block_size(fd: &impl AsFd, block_size_bytes: usize) {
-    set(fd, libc::F_RDLCK, GEOMETRY + block_size_bytes as i64);
+    let _ = set(fd, libc::F_RDLCK, GEOMETRY + block_size_bytes as i64);
 }
 
 /// The block size that a live holder announced. `None` where no holder of ours is left.
@@ -127,7 +127,7 @@ fn new_nonce() -> u64 {
 /// file stays open here. To be called under the directory's lock.
 pub fn share_nonce(fd: &impl AsFd) {
     let nonce = announced_nonce(fd).unwrap_or_else(new_nonce);
-    set(fd, libc::F_RDLCK, NONCE + (nonce % NONCE_RANGE.unsigned_abs()) as i64);
+    let _ = set(fd, libc::F_RDLCK, NONCE + (nonce % NONCE_RANGE.unsigned_abs()) as i64);
 }
 
 /// The nonce that a live holder announced. `None` where no holder of ours is left.
@@ -136,11 +136,16 @@ pub fn announced_nonce(fd: &impl AsFd) -> Option<u64> {
 }
 
 pub fn begin_preparing(fd: &impl AsFd) {
-    set(fd, libc::F_WRLCK, PREPARING);
+    let _ = set(fd, libc::F_WRLCK, PREPARING);
 }
 
-pub fn end_preparing(fd: &impl AsFd) {
-    set(fd, libc::F_UNLCK, PREPARING);
+/// # Errors
+/// The sign may still stand, and others would wait for it. Where there are no OFD locks none ever did.
+pub fn end_preparing(fd: &impl AsFd) -> io::Result<()> {
+    match set(fd, libc::F_UNLCK, PREPARING) {
+        Ok(()) | Err(Errno::EINVAL | Errno::ENOSYS | Errno::EOPNOTSUPP | Errno::EPERM | Errno::EACCES) => Ok(()),
+        Err(errno) => Err(errno.into()),
+    }
 }
 
 pub fn is_being_prepared(fd: &impl AsFd) -> bool {
@@ -154,14 +159,14 @@ pub struct Freeing(Unshared);
 impl Freeing {
     /// `directory` must be an open file of its own.
     pub fn begin(directory: Unshared) -> Self {
-        set(&directory, libc::F_RDLCK, 0);
+        let _ = set(&directory, libc::F_RDLCK, 0);
         Self(directory)
     }
 }
 
 impl Drop for Freeing {
     fn drop(&mut self) {
-        set(&self.0, libc::F_UNLCK, 0);
+        let _ = set(&self.0, libc::F_UNLCK, 0);
     }
 }
 
@@ -261,7 +266,7 @@ mod tests {
         let reader = File::open(&pair.path).unwrap();
         begin_preparing(&creator);
         assert!(is_being_prepared(&reader));
-        end_preparing(&creator);
+        end_preparing(&creator).unwrap();
         assert!(!is_being_prepared(&reader));
     }
 

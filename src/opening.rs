@@ -4,7 +4,6 @@
 
 use std::ffi::CString;
 use std::fs::File;
-use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -23,6 +22,8 @@ use crate::wait::Waiter;
 
 /// A region is found or made within four looks, unless names keep changing hands.
 const MAX_LOOKS_PAST_THE_END: u32 = 16;
+/// After this many it sleeps: whatever keeps changing the name must not be chased at full speed.
+const MAX_LOOKS_IN_A_ROW: u32 = 8;
 /// How long a region in the way is watched whose holders are all dying.
 const DYING_GRACE: Duration = Duration::from_secs(5);
 
@@ -75,39 +76,62 @@ impl<'s> Opening<'s> {
 
     /// From nothing to a mapping; whatever fails, nothing is left behind.
     pub(crate) fn open(mut self, waiter: &mut Waiter<'_, '_>) -> Result<Opened> {
-        let (role, unshared) = self.find_or_make(waiter)?;
-        let waited = waiter.elapsed();
-        let prepared = match role {
-            Role::Creator => self.prepare(unshared.file(), waiter),
-            Role::Joiner => self.join(unshared.file(), waiter),
-        };
-        // From here on a forked child shares the file, as it shares the mapping.
-        let file = unshared.share();
-        match prepared {
-            Ok((mapping, prefault)) => {
-                reached(Step::Opened);
-                Ok(Opened {
-                    role,
-                    file,
-                    mapping,
-                    directory: self.directory,
-                    name: self.name,
-                    path: self.path,
-                    report: OpenReport {
-                        elapsed: waiter.elapsed(),
-                        waited,
-                        prefault,
-                        reclaimed: self.reclaimed,
-                    },
-                })
-            }
-            Err(error) => {
-                if !matches!(error, Error::Forked) {
-                    self.give_back(role, file);
+        let mut attempts = 0;
+        loop {
+            let (role, unshared) = self.find_or_make(waiter)?;
+            let waited = waiter.elapsed();
+            let prepared = match role {
+                Role::Creator => self.prepare(unshared.file(), waiter),
+                Role::Joiner => self.join(unshared.file(), waiter),
+            };
+            match prepared {
+                Ok((mapping, prefault)) => {
+                    reached(Step::Opened);
+                    return Ok(Opened {
+                        role,
+                        // From here on a forked child shares the file, as it shares the mapping.
+                        file: unshared.share(),
+                        mapping,
+                        directory: self.directory,
+                        name: self.name,
+                        path: self.path,
+                        report: OpenReport {
+                            elapsed: waiter.elapsed(),
+                            waited,
+                            prefault,
+                            reclaimed: self.reclaimed,
+                        },
+                    });
                 }
-                Err(error)
+                Err(error) => {
+                    if !matches!(error, Error::Forked) {
+                        self.give_back(role, unshared);
+                    }
+                    attempts += 1;
+                    if !self.may_try_again(&error, attempts, waiter)? {
+                        return Err(error);
+                    }
+                }
             }
         }
+    }
+
+    /// There was room when this constructor looked, and none when it reserved: another region took it at the
+    /// same moment. If that one was refused as well, there is room again for one of the two. The pauses differ
+    /// between processes, so that they do not refuse each other for ever.
+    fn may_try_again(&self, error: &Error, attempts: u32, waiter: &mut Waiter<'_, '_>) -> Result<bool> {
+        const MOST_ATTEMPTS: u32 = 6;
+
+        if !may_pass(error) || attempts >= MOST_ATTEMPTS || waiter.is_over() {
+            return Ok(false);
+        }
+        let slots = u64::from(std::process::id() % 8) + 1;
+        let until = waiter.elapsed() + Duration::from_millis(5 * slots * u64::from(attempts));
+        while waiter.elapsed() < until {
+            waiter.pause(Instant::now())?;
+        }
+        let total = self.spec.geometry.total_bytes();
+        Ok(self.directory.is_freeing() || prefault::check_room(&self.directory, total, &self.path).is_ok())
     }
 
     /// Looks until there is a file to use, of our own making or a live one.
@@ -117,15 +141,19 @@ impl<'s> Opening<'s> {
     fn find_or_make(&mut self, waiter: &mut Waiter<'_, '_>) -> Result<(Role, Unshared)> {
         let since = Instant::now();
         let mut looks_past_the_end = 0;
+        let mut looks_in_a_row = 0;
         loop {
             waiter.checkpoint()?;
+            looks_in_a_row += 1;
             looks_past_the_end += u32::from(waiter.is_over());
             let give_up = match self.look(waiter)? {
                 Look::Done(role, file) => return Ok((role, file)),
                 Look::AnotherLives(error) if since.elapsed() >= DYING_GRACE => return Err(error),
                 Look::AnotherLives(error) => error,
                 // Looks that follow each other take no time, so even a timeout of 0 may make progress.
-                Look::Again if looks_past_the_end < MAX_LOOKS_PAST_THE_END => continue,
+                Look::Again if looks_in_a_row < MAX_LOOKS_IN_A_ROW && looks_past_the_end < MAX_LOOKS_PAST_THE_END => {
+                    continue;
+                }
                 Look::Again => self.timeout(waiter, WaitState::Unsettled),
                 Look::Wait(state) => self.timeout(waiter, state),
                 Look::WaitForSpace(error) => error,
@@ -133,6 +161,7 @@ impl<'s> Opening<'s> {
             if waiter.is_over() {
                 return Err(give_up);
             }
+            looks_in_a_row = 0;
             waiter.pause(since)?;
         }
     }
@@ -162,7 +191,7 @@ impl<'s> Opening<'s> {
             })),
             Probe::Dead { found, .. } => {
                 self.reclaimed
-                    .extend(reap::reclaim(&self.directory, locked, &self.name, found));
+                    .extend(reap::reclaim(&self.directory, locked, &self.name, found)?);
                 Ok(Look::Again)
             }
             Probe::Absent if !self.has_swept => {
@@ -178,7 +207,14 @@ impl<'s> Opening<'s> {
                 if let Err(error) = prefault::check_room(&self.directory, self.spec.geometry.total_bytes(), &self.path)
                 {
                     drop(locked);
-                    return if may_pass(&error) && self.directory.is_freeing() {
+                    if !may_pass(&error) {
+                        return Err(error);
+                    }
+                    // Between the look at the room and this question the pages may have come back.
+                    let total = self.spec.geometry.total_bytes();
+                    return if self.directory.is_freeing()
+                        || prefault::check_room(&self.directory, total, &self.path).is_ok()
+                    {
                         Ok(Look::WaitForSpace(error))
                     } else {
                         Err(error)
@@ -190,6 +226,7 @@ impl<'s> Opening<'s> {
                 })
             }
             Probe::Changed => Ok(Look::Again),
+            Probe::Locked => Ok(Look::Wait(WaitState::FileLocked)),
             Probe::Live(found) => match self.assess(&found) {
                 // A process that was killed is not gone at once: unmapping a large region takes its time.
                 Err(error) if found.is_held_by_the_dying_only() => Ok(Look::AnotherLives(error)),
@@ -253,7 +290,7 @@ impl<'s> Opening<'s> {
         let ((), reserve) = prefault::timed(|| prefault::reserve(file, total, &self.directory, &self.path, waiter))?;
         reached(Step::EndPreparing);
         self.has_let_others_in = true;
-        lock::end_preparing(file);
+        lock::end_preparing(file).map_err(|source| Error::os("fcntl", &self.path, source))?;
         reached(Step::Map);
         let mapping = self.map(file)?;
         let (method, prefault) = match self.spec.populate {
@@ -315,11 +352,11 @@ impl<'s> Opening<'s> {
     /// What a constructor that fails does with its file. A creator takes back what nobody else can have: those
     /// who wait see it gone and make their own. Else the file is left as by a process that closes it, and
     /// removed only if nobody lives on it.
-    fn give_back(&self, role: Role, file: File) {
+    fn give_back(&self, role: Role, file: Unshared) {
         reached(Step::Abandon);
         let _freeing = self.directory.begin_freeing();
         if role == Role::Creator && !self.has_let_others_in {
-            let _ = self.directory.drop_own_name(&self.name, &file.as_fd());
+            let _ = self.directory.drop_own_name(&self.name, &file);
             drop(file);
         } else {
             drop(file);

@@ -25,6 +25,9 @@ const LARGEST_RESERVE_PIECE_BYTES: usize = 64 << 20;
 /// ticks of a profiler.
 const SMALLEST_RESERVE_PIECE_BYTES: usize = 256 << 10;
 
+/// The smallest piece is not interrupted this often in a row by any signal that a program lives with.
+const MOST_INTERRUPTIONS: u32 = 10_000;
+
 /// How pages were mapped ahead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Method {
@@ -70,16 +73,21 @@ pub fn reserve(
     let mut piece = LARGEST_RESERVE_PIECE_BYTES;
     let mut offset = 0;
     let mut how = Reserve::Fallocate;
+    let mut interruptions = 0;
     while offset < total_bytes {
         waiter.checkpoint()?;
         reached(Step::Reserve);
         let len = piece.min(total_bytes - offset);
         match how.call(file, offset, len) {
             Ok(()) => {
+                interruptions = 0;
                 offset += len;
                 piece = (piece * 2).min(LARGEST_RESERVE_PIECE_BYTES);
             }
-            Err(Errno::EINTR) => piece = (piece / 2).max(SMALLEST_RESERVE_PIECE_BYTES),
+            Err(Errno::EINTR) if interruptions < MOST_INTERRUPTIONS => {
+                interruptions += 1;
+                piece = (piece / 2).max(SMALLEST_RESERVE_PIECE_BYTES);
+            }
             // One call can ask for more than the kernel grants at once, though smaller ones work.
             Err(Errno::ENOMEM) if piece > SMALLEST_RESERVE_PIECE_BYTES => {
                 piece = (piece / 2).max(SMALLEST_RESERVE_PIECE_BYTES);
@@ -147,6 +155,7 @@ pub fn map_ahead(mapping: &Mapping, access: Access, path: &Path, waiter: &mut Wa
     };
     let mut method = populated;
     for piece in pieces(mapping.len_bytes(), POPULATE_PIECE_BYTES) {
+        let mut interruptions = 0;
         loop {
             waiter.checkpoint()?;
             reached(Step::MapAhead);
@@ -154,7 +163,7 @@ pub fn map_ahead(mapping: &Mapping, access: Access, path: &Path, waiter: &mut Wa
                 Ok(()) => break,
                 Err(error) => match error.raw_os_error().map(Errno::from_raw) {
                     Some(Errno::EINVAL) => method = touched,
-                    Some(Errno::EINTR | Errno::EAGAIN) => {}
+                    Some(Errno::EINTR | Errno::EAGAIN) if interruptions < MOST_INTERRUPTIONS => interruptions += 1,
                     _ => return Err(Error::os("madvise", path, error)),
                 },
             }

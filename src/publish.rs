@@ -16,6 +16,7 @@ use crate::error::{Available, Error, Resource, Result};
 use crate::file::{identity, stat_of};
 use crate::fork::Unshared;
 use crate::lock;
+use crate::retry::uninterrupted;
 use crate::spec::Geometry;
 use crate::step::{Step, reached};
 
@@ -50,7 +51,7 @@ impl Locked<'_> {
         let flags = OFlag::O_RDWR | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
         let stat = |file: &Unshared| stat_of(file.as_fd().as_raw_fd()).map_err(os("fstat"));
         let reopen = || {
-            let named = match openat(&self.directory.fd, name, flags, Permissions::empty()) {
+            let named = match uninterrupted(|| openat(&self.directory.fd, name, flags, Permissions::empty())) {
                 Ok(named) => Unshared::from(named),
                 Err(Errno::ENOENT) => return Ok(None),
                 Err(errno) => return Err(os("open")(errno.into())),
@@ -60,9 +61,8 @@ impl Locked<'_> {
             }
             // "Preparing" is exclusive: the old open file must give it up first. "Life" knows no gap, for those
             // who look without our lock.
-            lock::end_preparing(unnamed);
-            self.show_life(name, &named, geometry)?;
-            Ok(Some(named))
+            lock::end_preparing(unnamed).map_err(os("fcntl"))?;
+            Ok(self.show_life(name, &named, geometry)?.then_some(named))
         };
         let reopened = reopen();
         if !matches!(reopened, Ok(Some(_))) {
@@ -73,13 +73,13 @@ impl Locked<'_> {
 
     fn publish_unnamed(&self, name: &CStr, geometry: Geometry) -> Result<Published> {
         let flags = OFlag::O_TMPFILE | OFlag::O_RDWR | OFlag::O_CLOEXEC;
-        let fd = match openat(&self.directory.fd, c".", flags, PERMISSIONS) {
+        let fd = match uninterrupted(|| openat(&self.directory.fd, c".", flags, PERMISSIONS)) {
             Ok(fd) => Unshared::from(fd),
             // What sandboxes and old kernels answer, open(2).
             Err(Errno::EOPNOTSUPP | Errno::EISDIR | Errno::ENOENT | Errno::EINVAL | Errno::ENOSYS) => {
                 return Ok(Published::Refused);
             }
-            Err(errno) => return Err(self.cannot_make(name, geometry, errno)),
+            Err(errno) => return Err(self.cannot_make("open", name, geometry, errno)),
         };
         self.make_ready(name, &fd, geometry)?;
         reached(Step::Link);
@@ -96,7 +96,7 @@ impl Locked<'_> {
             Err(Errno::EEXIST) => Ok(Published::NameTaken),
             // No /proc, or a sandbox that does not let links through it.
             Err(Errno::ENOENT | Errno::EXDEV | Errno::EPERM | Errno::EACCES | Errno::EINVAL) => Ok(Published::Refused),
-            Err(errno) => Err(Error::os("linkat", self.directory.join(name), errno)),
+            Err(errno) => Err(self.cannot_make("linkat", name, geometry, errno)),
         }
     }
 
@@ -109,10 +109,11 @@ impl Locked<'_> {
             .as_nanos();
         let unnamed = CString::new(format!("{UNNAMED_PREFIX}{}_{stamp}", std::process::id())).unwrap_or_default();
         let flags = OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_RDWR | OFlag::O_CLOEXEC | OFlag::O_NOFOLLOW;
-        let fd = openat(directory, unnamed.as_c_str(), flags, PERMISSIONS)
+        let fd = uninterrupted(|| openat(directory, unnamed.as_c_str(), flags, PERMISSIONS))
             .map(Unshared::from)
-            .map_err(|errno| self.cannot_make(name, geometry, errno))?;
+            .map_err(|errno| self.cannot_make("open", name, geometry, errno))?;
         let published = self.make_ready(name, &fd, geometry).and_then(|()| {
+            reached(Step::Link);
             match renameat2(
                 directory,
                 unnamed.as_c_str(),
@@ -122,11 +123,14 @@ impl Locked<'_> {
             ) {
                 Ok(()) => Ok(true),
                 Err(Errno::EEXIST) => Ok(false),
-                Err(errno) => Err(Error::os("renameat2", self.directory.join(name), errno)),
+                Err(errno) => Err(self.cannot_make("renameat2", name, geometry, errno)),
             }
         });
         match published {
-            Ok(true) => Ok(Some(fd)),
+            Ok(true) => {
+                reached(Step::Linked);
+                Ok(Some(fd))
+            }
             Ok(false) | Err(_) => {
                 let _ = unlinkat(directory, unnamed.as_c_str(), UnlinkatFlags::NoRemoveDir);
                 published.map(|_| None)
@@ -135,7 +139,7 @@ impl Locked<'_> {
     }
 
     /// A new file takes an inode and no bytes, so what ran out is inodes.
-    fn cannot_make(&self, name: &CStr, geometry: Geometry, errno: Errno) -> Error {
+    fn cannot_make(&self, call: &'static str, name: &CStr, geometry: Geometry, errno: Errno) -> Error {
         match (errno, self.directory.room()) {
             (Errno::ENOSPC | Errno::EDQUOT, Ok(room)) => Error::NoSpace {
                 path: self.directory.join(name),
@@ -147,7 +151,7 @@ impl Locked<'_> {
                 },
                 errno: errno as i32,
             },
-            _ => Error::os("open", self.directory.join(name), errno),
+            _ => Error::os(call, self.directory.join(name), errno),
         }
     }
 
@@ -155,18 +159,18 @@ impl Locked<'_> {
         let os = |call| move |source: io::Error| Error::os(call, self.directory.join(name), source);
         fchmod(fd, PERMISSIONS).map_err(|errno| os("fchmod")(errno.into()))?; // the umask does not matter
         let size = libc::off_t::try_from(geometry.total_bytes()).unwrap_or(libc::off_t::MAX);
-        nix::unistd::ftruncate(fd, size).map_err(|errno| os("ftruncate")(errno.into()))?;
-        self.show_life(name, fd, geometry)
+        uninterrupted(|| nix::unistd::ftruncate(fd, size)).map_err(|errno| os("ftruncate")(errno.into()))?;
+        self.show_life(name, fd, geometry).map(drop)
     }
 
-    /// The signs of a creator at work.
-    fn show_life(&self, name: &CStr, fd: &Unshared, geometry: Geometry) -> Result<()> {
+    /// The signs of a creator at work. False where somebody who looks without our lock holds the file right now.
+    fn show_life(&self, name: &CStr, fd: &Unshared, geometry: Geometry) -> Result<bool> {
         let os = |call| move |source: io::Error| Error::os(call, self.directory.join(name), source);
-        lock::hold_shared(fd).map_err(os("flock"))?;
+        let is_alive = lock::hold_shared(fd).map_err(os("flock"))?;
         lock::begin_preparing(fd);
         lock::announce_block_size(fd, geometry.block_size_bytes());
         lock::share_nonce(fd);
-        Ok(())
+        Ok(is_alive)
     }
 }
 

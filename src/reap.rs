@@ -32,25 +32,29 @@ pub fn reclaim_dead(directory: &Directory, except: &CStr, waiter: &mut Waiter<'_
         // One hold of the lock for each file: a long list must not keep other constructors waiting.
         let locked = directory.lock(waiter)?;
         if let Ok(Probe::Dead { found, is_proven: true }) = locked.probe(&name) {
-            reclaimed.extend(reclaim(directory, locked, &name, found));
+            reclaimed.extend(reclaim(directory, locked, &name, found).ok().flatten());
         }
     }
     Ok(reclaimed)
 }
 
-/// Takes a dead file's name away and gives its pages back, the slow part of it without the lock.
-pub fn reclaim(directory: &Directory, locked: Locked<'_>, name: &CStr, found: Found) -> Option<Reclaimed> {
+/// Takes a dead file's name away and gives its pages back, the slow part of it without the lock. `None` where
+/// the name stands for another file by now.
+///
+/// # Errors
+/// [`Error::Os`](crate::Error::Os): the name cannot be taken away.
+pub fn reclaim(directory: &Directory, locked: Locked<'_>, name: &CStr, found: Found) -> Result<Option<Reclaimed>> {
     reached(Step::Reclaim);
     let _freeing = directory.begin_freeing();
-    let was_removed = locked.drop_dead_name(name, &found).unwrap_or(false);
+    let was_removed = locked.drop_dead_name(name, &found)?;
     drop(locked);
     reached(Step::Reclaimed);
     let bytes = found.allocated_bytes;
     drop(found);
-    was_removed.then(|| Reclaimed {
+    Ok(was_removed.then(|| Reclaimed {
         file_name: name.to_string_lossy().into_owned(),
         bytes,
-    })
+    }))
 }
 
 /// How long a process that goes waits for the directory's lock; then it leaves the file to the next constructor.
@@ -71,7 +75,7 @@ pub fn remove_if_last(directory: &Directory, name: &CStr) {
 pub fn reclaim_if_dead(directory: &Directory, name: &CStr, waiter: &mut Waiter<'_, '_>) -> Result<Option<Reclaimed>> {
     let locked = directory.lock(waiter)?;
     Ok(match locked.probe(name)? {
-        Probe::Dead { found, is_proven: true } => reclaim(directory, locked, name, found),
-        Probe::Dead { .. } | Probe::Live(_) | Probe::Absent | Probe::Changed => None,
+        Probe::Dead { found, is_proven: true } => reclaim(directory, locked, name, found)?,
+        Probe::Dead { .. } | Probe::Live(_) | Probe::Absent | Probe::Changed | Probe::Locked => None,
     })
 }

@@ -87,6 +87,7 @@ impl HostRegistrar for Npu {
             return Ok(());
         }
         Err(Refusal {
+            call: "npuHostRegister",
             code: 1,
             name: String::from("npuErrorTooLarge"),
             text: String::new(),
@@ -133,7 +134,7 @@ fn another_device_is_pinned_by_the_same_plan() {
         4
     );
     match region.pin(npu(0), usize::MAX) {
-        Err(PinError::Refused(refused)) => assert_eq!(refused.refusal.name, "npuErrorTooLarge"),
+        Err(PinError::Refused(refused, _)) => assert_eq!(refused.refusal.name, "npuErrorTooLarge"),
         other => panic!("{other:?}"),
     }
     assert!(!region.is_pinned());

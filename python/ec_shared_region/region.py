@@ -361,12 +361,17 @@ def _whole_number(what: str, value: Any, smallest: int = 0) -> int:
     hint = "give a whole number above zero"
     if what == "num_blocks":
         hint += ", for example byte_budget // block_size_bytes"
+    wrong_type = f"it must be an int, not {type(value).__name__}"
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        text = f"invalid {what}: {value!r:.80}: it must be an int, not {type(value).__name__}"
-        raise _argument_error(errors.ArgumentTypeError, text, hint)
-    number = operator.index(value)
+        raise _argument_error(errors.ArgumentTypeError, f"invalid {what}: {value!r:.80}: {wrong_type}", hint)
+    try:
+        number = operator.index(value)
+    except TypeError:  # an array of several numbers has the method all the same
+        raise _argument_error(errors.ArgumentTypeError, f"invalid {what}: {wrong_type}", hint) from None
     if number < smallest or number < 0:
-        raise _argument_error(errors.InvalidArgumentError, f"invalid {what}: {number}: it must be at least 1", hint)
+        shown = str(number) if number > -(1 << 64) else f"a negative integer of {number.bit_length()} bits"
+        text = f"invalid {what}: {shown}: it must be at least 1"
+        raise _argument_error(errors.InvalidArgumentError, text, hint)
     if number >= 1 << 60:
         shown = f"{number:.3e}" if number < 1 << 1000 else f"an integer of {number.bit_length()} bits"
         raise _argument_error(
@@ -386,7 +391,7 @@ def _seconds(what: str, value: Any) -> float:
         )
     try:
         return float(value)
-    except OverflowError:
+    except (OverflowError, TypeError, ValueError):  # an int beyond all floats, an array, a signalling NaN
         raise _argument_error(
             errors.InvalidArgumentError,
             f"invalid {what}: it must be a finite number of seconds, 0 or more",

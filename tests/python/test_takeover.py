@@ -99,6 +99,9 @@ while not os.path.exists(f"/dev/shm/vllm_ec_{id}.mmap"):
     pass
 pid = os.fork()
 if pid == 0:
+    nothing = os.open("/dev/null", os.O_RDWR)
+    os.dup2(nothing, 1)  # the parent's end is seen by the end of its output
+    os.dup2(nothing, 2)
     time.sleep(300)
     os._exit(0)
 pid
