@@ -1,0 +1,138 @@
+//! A model of the region protocol (`docs/protocol.md`), checked in every state that it can reach: three
+//! processes of ours and one of the original class, each of which can be killed at each step.
+//!
+//! `cargo test --test model` checks the small configurations, that mutations of the protocol are noticed, and
+//! that the documented limits are real. `make model` checks all configurations.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::indexing_slicing)] // a test fails by panicking
+
+mod limits;
+mod machine;
+mod mutations;
+mod original;
+mod process;
+mod properties;
+mod protocol;
+mod settings;
+mod state;
+
+use std::fmt::Write as _;
+use std::time::Instant;
+
+use protocol::Setting;
+use stateright::{Checker, DiscoveryClassification, HasDiscoveries, Model};
+
+/// What a run came to: one line of figures, and a trace for each property that does not hold.
+struct Outcome {
+    states: usize,
+    transitions: usize,
+    depth: usize,
+    seconds: f64,
+    properties: usize,
+    violations: Vec<(&'static str, String)>,
+}
+
+/// Explores every state, or stops at the first violation.
+fn run(setting: &Setting, stop_early: bool) -> Outcome {
+    let began = Instant::now();
+    let finish = if stop_early {
+        HasDiscoveries::AnyFailures
+    } else {
+        HasDiscoveries::All
+    };
+    let checker = setting
+        .clone()
+        .checker()
+        .threads(2)
+        .finish_when(finish)
+        .spawn_bfs()
+        .join();
+    let mut violations: Vec<_> = checker
+        .discoveries()
+        .into_iter()
+        .filter(|(name, _)| {
+            matches!(
+                checker.discovery_classification(name),
+                DiscoveryClassification::Counterexample
+            )
+        })
+        .map(|(name, path)| {
+            let mut trace = format!("{name} does not hold:\n");
+            for (step, action) in path.into_actions().iter().enumerate() {
+                let _ = writeln!(trace, "  {:>3}  {action:?}", step + 1);
+            }
+            (name, trace)
+        })
+        .collect();
+    // What is to be reached at least once, and was not, when every state was seen.
+    if !stop_early || violations.is_empty() {
+        for property in checker.model().properties() {
+            if property.expectation == stateright::Expectation::Sometimes && checker.discovery(property.name).is_none()
+            {
+                violations.push((property.name, format!("{} never happens\n", property.name)));
+            }
+        }
+    }
+    Outcome {
+        states: checker.unique_state_count(),
+        transitions: checker.state_count(),
+        depth: checker.max_depth(),
+        seconds: began.elapsed().as_secs_f64(),
+        properties: checker.model().properties().len(),
+        violations,
+    }
+}
+
+/// Checks configurations, prints a line for each, and fails with the traces.
+fn check(settings: &[settings::Named]) {
+    let mut traces = String::new();
+    println!(
+        "{:<45} {:>10} {:>12} {:>6} {:>8}  properties",
+        "configuration", "states", "transitions", "depth", "seconds"
+    );
+    for (name, setting) in settings {
+        let outcome = run(setting, false);
+        let verdict = if outcome.violations.is_empty() {
+            "hold"
+        } else {
+            "DO NOT HOLD"
+        };
+        println!(
+            "{name:<45} {:>10} {:>12} {:>6} {:>8.2}  {} {verdict}",
+            outcome.states, outcome.transitions, outcome.depth, outcome.seconds, outcome.properties
+        );
+        for (_, trace) in outcome.violations {
+            let _ = write!(traces, "\n{name}: {trace}");
+        }
+    }
+    assert!(traces.is_empty(), "{traces}");
+}
+
+#[test]
+fn the_protocol_holds_in_small_configurations() {
+    check(&settings::bounded());
+}
+
+#[test]
+#[ignore = "minutes: `make model`"]
+fn exhaustive() {
+    let only = std::env::var("MODEL_ONLY").unwrap_or_default();
+    let chosen: Vec<_> = settings::exhaustive()
+        .into_iter()
+        .filter(|(name, _)| name.contains(&only))
+        .collect();
+    check(&chosen);
+}
+
+/// The model must find a state in which one of `expected` does not hold; the trace is printed.
+fn must_violate(setting: &Setting, expected: &[&str]) {
+    let outcome = run(setting, true);
+    for (_, trace) in &outcome.violations {
+        println!("{trace}");
+    }
+    assert!(
+        outcome.violations.iter().any(|(name, _)| expected.contains(name)),
+        "{} states, and none of {expected:?} is violated",
+        outcome.states
+    );
+}

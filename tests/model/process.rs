@@ -1,0 +1,684 @@
+//! A process of ours, step by step. Every arm is one system call, or several between which nothing that
+//! others do could make a difference; the functions have the names of those in `src/` that they follow.
+
+use super::protocol::{Actor, Mode, Setting};
+use super::state::{Bytes, FIRST_TEMPORARY, Ino, Open, PIECES, Pc, Process, State, Why};
+
+/// One process of ours at work on a state.
+pub struct Ours<'a> {
+    setting: &'a Setting,
+    state: &'a mut State,
+    me: usize,
+    id: u8,
+    geometry: u8,
+    mode: Mode,
+}
+
+/// Who the process in this place is; the guest is a plain constructor.
+pub fn actor(setting: &Setting, me: usize) -> Actor {
+    setting.actors.get(me).copied().unwrap_or(super::protocol::OURS)
+}
+
+/// Can it do its next step now? Only the directory's lock makes anybody wait.
+pub fn can_go(setting: &Setting, state: &State, me: usize) -> bool {
+    let waits_for_the_lock = matches!(state.processes[me].pc, Pc::Lock | Pc::DropNameLock);
+    !(waits_for_the_lock && setting.protocol.directory_lock && state.is_directory_locked())
+}
+
+/// Can it fail here, by an error of the kernel, Ctrl-C or the end of its patience?
+pub fn can_fail(setting: &Setting, state: &State, me: usize) -> bool {
+    let process = &state.processes[me];
+    match process.pc {
+        // A timeout or Ctrl-C; a process that closes does not look for Ctrl-C.
+        Pc::Lock => process.why != Why::LastOut,
+        Pc::Reserve | Pc::Map | Pc::MapAhead | Pc::JoinReserve | Pc::JoinMap => true,
+        Pc::LinkedMoveSigns => setting.linked_may_fail,
+        _ => false,
+    }
+}
+
+/// Can its patience with the directory's lock end, though it goes on?
+pub fn can_lose_patience(setting: &Setting, state: &State, me: usize) -> bool {
+    let process = &state.processes[me];
+    setting.lock_timeouts
+        && state.is_directory_locked()
+        && (process.pc == Pc::DropNameLock || (process.pc == Pc::Lock && process.why == Why::LastOut))
+}
+
+impl<'a> Ours<'a> {
+    pub fn new(setting: &'a Setting, state: &'a mut State, me: usize) -> Self {
+        let Actor::Ours { id, geometry, mode } = actor(setting, me) else {
+            unreachable!("the original has a file of its own");
+        };
+        Self {
+            setting,
+            state,
+            me,
+            id,
+            geometry,
+            mode,
+        }
+    }
+
+    fn process(&mut self) -> &mut Process {
+        &mut self.state.processes[self.me]
+    }
+
+    fn now(&self) -> Process {
+        self.state.processes[self.me]
+    }
+
+    fn to(&mut self, pc: Pc) {
+        self.process().pc = pc;
+    }
+
+    fn name(&self) -> Option<Ino> {
+        self.state.names[usize::from(self.now().target)]
+    }
+
+    fn found(&self) -> Ino {
+        self.now().found.expect("a probe comes first")
+    }
+
+    fn file(&mut self) -> &mut Open {
+        self.process().file.as_mut().expect("the file was opened")
+    }
+
+    fn unlock(&mut self) {
+        self.process().has_directory_lock = false;
+    }
+
+    /// All signs of life of a creator at work.
+    fn creators_signs(&self, ino: Ino) -> Open {
+        Open {
+            ino,
+            life: self.setting.protocol.publishes_alive,
+            preparing: true,
+            geometry: true,
+        }
+    }
+
+    pub fn go(&mut self) {
+        let setting = self.setting;
+        let protocol = setting.protocol;
+        match self.now().pc {
+            Pc::Lock => {
+                self.process().has_directory_lock = protocol.directory_lock;
+                self.to(Pc::ProbeOpen);
+            }
+
+            // L2, `Locked::probe`. Its stat and its open are one here: where they differ it looks again.
+            Pc::ProbeOpen => match self.name() {
+                None => self.absent(),
+                Some(ino) => {
+                    let is_sized = self.state.inode(ino).is_sized;
+                    let process = self.process();
+                    process.found = Some(ino);
+                    process.found_was_sized = is_sized;
+                    process.pc = Pc::ProbeFlock;
+                }
+            },
+            Pc::ProbeFlock => {
+                let ino = self.found();
+                if self.state.is_flocked(ino, self.me) {
+                    self.live();
+                } else {
+                    self.process().found_is_locked = true;
+                    self.to(Pc::ProbeLease);
+                }
+            }
+            Pc::ProbeLease => {
+                let ino = self.found();
+                self.process().found_is_locked = false;
+                if setting.leases && protocol.asks_for_writers && self.state.has_writer(ino) {
+                    self.live();
+                } else {
+                    self.dead();
+                }
+            }
+
+            // R1 and R2, `reap::reclaim`.
+            Pc::ReclaimCompare => {
+                self.process().is_freeing = true;
+                if self.name() == self.now().found || !protocol.compares_before_unlink {
+                    self.to(Pc::ReclaimUnlink);
+                } else {
+                    self.unlock();
+                    self.to(Pc::ReclaimClose);
+                }
+            }
+            Pc::ReclaimUnlink => {
+                let (target, found) = (self.now().target, self.now().found);
+                unlink(setting, self.state, self.me, target, found);
+                self.unlock();
+                self.to(Pc::ReclaimClose);
+            }
+            Pc::ReclaimClose => {
+                self.process().found = None;
+                self.process().is_freeing = false;
+                match self.now().why {
+                    Why::Look => self.look_again(),
+                    Why::Sweep => self.sweep_next(),
+                    Why::LastOut => self.gone(),
+                }
+            }
+
+            // C1, `prefault::check_room`, and what `Opening::look` makes of it.
+            Pc::CheckRoom => {
+                if self.state.has_room(setting, PIECES) {
+                    self.to(if setting.tmpfile {
+                        Pc::PublishUnnamed
+                    } else {
+                        Pc::PublishTemporary
+                    });
+                } else {
+                    self.unlock();
+                    self.to(Pc::AskFreeing);
+                }
+            }
+            Pc::AskFreeing => {
+                if self.state.is_freeing(self.me) {
+                    self.look_again();
+                } else if protocol.looks_at_room_twice {
+                    self.to(Pc::LookAtRoomAgain);
+                } else {
+                    self.fail_for_space();
+                }
+            }
+            Pc::LookAtRoomAgain => {
+                if self.state.has_room(setting, PIECES) {
+                    self.look_again();
+                } else {
+                    self.fail_for_space();
+                }
+            }
+
+            // C2, `Locked::publish`.
+            Pc::PublishUnnamed => {
+                let ino = self.make_inode();
+                let signs = self.creators_signs(ino);
+                self.process().unnamed = Some(signs);
+                self.process().file = None;
+                self.state.inode(ino).is_sized = true;
+                self.to(Pc::Link);
+            }
+            Pc::Link => {
+                let ino = self.now().unnamed.expect("made").ino;
+                let target = self.now().target;
+                if self.name().is_some() && protocol.publishes_without_replacing {
+                    self.process().unnamed = None;
+                    self.unlock();
+                    self.look_again();
+                } else {
+                    unlink(setting, self.state, self.me, target, None);
+                    self.state.names[usize::from(target)] = Some(ino);
+                    self.process().is_creator = true;
+                    self.to(Pc::LinkedOpen);
+                }
+            }
+            Pc::LinkedOpen => {
+                let unnamed = self.now().unnamed.map(|open| open.ino);
+                if self.name() == unnamed {
+                    self.process().file = unnamed.map(Open::bare);
+                    self.to(Pc::LinkedMoveSigns);
+                } else {
+                    self.process().unnamed = None;
+                    self.process().is_creator = false;
+                    self.unlock();
+                    self.look_again();
+                }
+            }
+            Pc::LinkedMoveSigns => {
+                let ino = self.file().ino;
+                *self.file() = self.creators_signs(ino);
+                self.process().unnamed = None;
+                self.unlock();
+                self.to(Pc::Reserve);
+            }
+
+            // C2 where `O_TMPFILE` is refused, `Locked::publish_renamed`.
+            Pc::PublishTemporary => {
+                let free = self.state.names[FIRST_TEMPORARY..].iter().position(Option::is_none);
+                let temporary = FIRST_TEMPORARY + free.expect("one name for each of three");
+                let ino = self.make_inode();
+                self.state.names[temporary] = Some(ino);
+                self.process().temporary = temporary as u8;
+                self.process().file = Some(Open::bare(ino));
+                self.to(Pc::TemporaryShowLife);
+            }
+            Pc::TemporaryShowLife => {
+                let ino = self.file().ino;
+                self.state.inode(ino).is_sized = true;
+                *self.file() = self.creators_signs(ino);
+                self.to(Pc::TemporaryRename);
+            }
+            Pc::TemporaryRename => {
+                let ino = self.file().ino;
+                let (target, temporary) = (self.now().target, self.now().temporary);
+                let is_free = self.name().is_none();
+                if self.state.names[usize::from(temporary)] == Some(ino) {
+                    self.state.names[usize::from(temporary)] = None;
+                }
+                if is_free || !protocol.publishes_without_replacing {
+                    unlink(setting, self.state, self.me, target, None);
+                    self.state.names[usize::from(target)] = Some(ino);
+                    self.process().is_creator = true;
+                    self.unlock();
+                    self.to(Pc::Reserve);
+                } else {
+                    self.process().file = None;
+                    self.unlock();
+                    self.look_again();
+                }
+                self.process().temporary = 0;
+            }
+
+            // C3 to C6, `Opening::prepare`.
+            Pc::Reserve => match self.reserve_piece() {
+                Some(true) => self.to(Pc::Map),
+                Some(false) => {}
+                None => self.fail(),
+            },
+            Pc::Map => {
+                self.process().is_mapped = true;
+                self.to(Pc::EndPreparing);
+            }
+            Pc::EndPreparing => {
+                self.file().preparing = false;
+                self.to(Pc::MapAhead);
+            }
+            Pc::MapAhead => self.opened(),
+
+            // J1 and J2, `Opening::assess` and `Locked::attach`.
+            Pc::AssessGeometry => {
+                let found = self.found();
+                match (self.announced_geometry(found), self.now().found_was_sized) {
+                    (Some(geometry), true) if geometry == self.geometry => self.to(Pc::AssessPreparing),
+                    (Some(_), _) => self.gone(), // GeometryMismatch
+                    (None, true) => self.to(Pc::AssessPreparing),
+                    (None, false) => self.wait(),
+                }
+            }
+            Pc::AssessPreparing => {
+                let found = self.found();
+                if self.state.is_preparing(found) && protocol.waits_for_preparing {
+                    self.wait();
+                } else {
+                    self.to(Pc::AttachOpen);
+                }
+            }
+            Pc::AttachOpen => {
+                let found = self.found();
+                if self.name() == Some(found) {
+                    self.process().file = Some(Open::bare(found));
+                    self.to(Pc::AttachFlock);
+                } else {
+                    self.name_changed();
+                }
+            }
+            Pc::AttachFlock => {
+                let ino = self.file().ino;
+                if self.state.is_flocked_exclusively(ino, self.me) {
+                    self.process().file = None;
+                    self.wait();
+                } else {
+                    self.file().life = true;
+                    self.file().geometry = true;
+                    self.to(Pc::AttachedLook);
+                }
+            }
+            Pc::AttachedLook => {
+                if self.name() == self.now().found {
+                    self.process().found = None;
+                    self.unlock();
+                    self.to(Pc::JoinReserve);
+                } else {
+                    self.name_changed();
+                }
+            }
+
+            // J3 to J5, `Opening::join`.
+            Pc::JoinReserve => {
+                let ino = self.file().ino;
+                if self.state.inode(ino).reserved == PIECES || !protocol.joiner_reserves {
+                    self.to(Pc::JoinMap);
+                } else if self.reserve_piece().is_none() {
+                    self.fail();
+                }
+            }
+            Pc::JoinMap => self.opened(),
+
+            // X1 to X6, `Region::close`; C7, `Opening::abandon`, goes the same way.
+            Pc::Opened => {
+                self.process().is_freeing = true;
+                self.to(if self.now().is_creator {
+                    Pc::DropNameLock
+                } else {
+                    Pc::Unmap
+                });
+            }
+            Pc::Abandon => {
+                self.process().is_mapped = false;
+                if protocol.abandons {
+                    self.process().is_freeing = true;
+                    self.to(Pc::DropNameLock);
+                } else {
+                    self.to(Pc::CloseLocks);
+                }
+            }
+            Pc::DropNameLock => {
+                self.process().has_directory_lock = protocol.directory_lock;
+                self.to(Pc::DropNameCompare);
+            }
+            Pc::DropNameCompare => {
+                let ino = self.file().ino;
+                if self.name() == Some(ino) || !protocol.compares_before_unlink {
+                    self.to(Pc::DropNameUnlink);
+                } else {
+                    self.unlock();
+                    self.close_mapping();
+                }
+            }
+            Pc::DropNameUnlink => {
+                let (target, ino) = (self.now().target, self.file().ino);
+                unlink(setting, self.state, self.me, target, Some(ino));
+                self.unlock();
+                self.close_mapping();
+            }
+            Pc::Unmap => {
+                self.process().is_mapped = false;
+                self.to(Pc::CloseLocks);
+            }
+            // The last view is gone, and with it the mapping and what was locked through it.
+            Pc::ViewLeft => {
+                self.process().is_mapped = false;
+                self.to(Pc::CloseLocks);
+            }
+            // The kernel drops the locks of a file that is closed before its write access.
+            Pc::CloseLocks => {
+                let ino = self.file().ino;
+                *self.file() = Open::bare(ino);
+                self.to(Pc::CloseFile);
+            }
+            Pc::CloseFile => {
+                let ino = self.file().ino;
+                self.state.inode(ino).excused = false;
+                self.process().file = None;
+                self.process().is_freeing = false;
+                let looks_back =
+                    protocol.last_one_out_cleans && (protocol.last_view_looks_back || !self.now().has_views);
+                if self.now().is_creator || !looks_back {
+                    self.gone();
+                } else {
+                    self.last_out();
+                }
+            }
+            _ => unreachable!("not a step of ours"),
+        }
+        self.state.collect();
+    }
+
+    pub fn fail(&mut self) {
+        match self.now().pc {
+            Pc::Reserve | Pc::Map | Pc::MapAhead => self.to(Pc::Abandon),
+            Pc::JoinReserve | Pc::JoinMap => {
+                let ino = self.file().ino;
+                self.state.inode(ino).excused = false;
+                self.process().file = None;
+                if self.setting.protocol.failed_joiner_looks_back {
+                    self.last_out();
+                } else {
+                    self.gone();
+                }
+            }
+            Pc::LinkedMoveSigns if self.setting.protocol.abandons_at_linked => {
+                // Still under the lock, so the name can go at once.
+                let (target, ino) = (self.now().target, self.file().ino);
+                unlink(self.setting, self.state, self.me, target, Some(ino));
+                self.gone();
+            }
+            _ => self.gone(),
+        }
+        self.state.collect();
+    }
+
+    /// It closes its region while views live on: the mapping keeps the open file and its locks.
+    pub fn keep_views(&mut self) {
+        let id = self.id;
+        let file = self.now().file;
+        *self.process() = Process {
+            file,
+            is_mapped: true,
+            has_views: true,
+            why: Why::LastOut,
+            ..Process::at(Pc::Lock, id)
+        };
+    }
+
+    /// A process that closes goes on without the directory's lock after a second.
+    pub fn lose_patience(&mut self) {
+        if self.now().pc == Pc::DropNameLock {
+            self.to(Pc::DropNameCompare);
+        } else {
+            // X6 is left to the next constructor.
+            if let Some(ino) = self.name() {
+                self.state.inode(ino).excused = true;
+            }
+            self.gone();
+        }
+        self.state.collect();
+    }
+
+    fn absent(&mut self) {
+        match self.now().why {
+            Why::Look if self.mode == Mode::Join => self.wait(),
+            Why::Look if !self.now().has_swept => {
+                self.process().target = 0;
+                self.unlock();
+                self.sweep_from(0);
+            }
+            Why::Look => self.to(Pc::CheckRoom),
+            Why::Sweep => self.sweep_next(),
+            Why::LastOut => self.gone(),
+        }
+    }
+
+    fn dead(&mut self) {
+        match self.now().why {
+            Why::Look if self.mode == Mode::Join => self.wait(),
+            Why::Look if !self.setting.protocol.dead_bytes_are_unlinked => self.take_over(),
+            Why::Look => self.to(Pc::ReclaimCompare),
+            // What is not proven dead is nobody else's business.
+            Why::Sweep | Why::LastOut if !self.setting.leases => self.pass_over(),
+            Why::Sweep | Why::LastOut => self.to(Pc::ReclaimCompare),
+        }
+    }
+
+    fn live(&mut self) {
+        match self.now().why {
+            Why::Look if self.mode == Mode::Create => self.gone(), // Exists
+            Why::Look => self.to(Pc::AssessGeometry),
+            Why::Sweep | Why::LastOut => self.pass_over(),
+        }
+    }
+
+    fn pass_over(&mut self) {
+        self.process().found = None;
+        if self.now().why == Why::Sweep {
+            self.sweep_next();
+        } else {
+            self.gone();
+        }
+    }
+
+    /// S1, `reap::reclaim_dead`: one hold of the lock for each name that is not our own.
+    fn sweep_next(&mut self) {
+        self.unlock();
+        let next = usize::from(self.process().target) + 1;
+        self.sweep_from(next);
+    }
+
+    fn sweep_from(&mut self, first: usize) {
+        let own = usize::from(self.id);
+        let next = (first..self.state.names.len()).find(|at| *at != own && self.state.names[*at].is_some());
+        let id = self.id;
+        let process = self.process();
+        process.pc = Pc::Lock;
+        if let Some(next) = next {
+            process.why = Why::Sweep;
+            process.target = next as u8;
+        } else {
+            process.why = Why::Look;
+            process.target = id;
+            process.has_swept = true;
+        }
+    }
+
+    /// For the next look, which may be a wait: nothing is held meanwhile.
+    fn look_again(&mut self) {
+        self.to(Pc::Lock);
+    }
+
+    fn wait(&mut self) {
+        let found = self.process().found.take();
+        self.process().found_was_sized = false;
+        if !self.setting.protocol.waits_with_nothing {
+            self.process().file = found.map(Open::bare);
+        }
+        self.unlock();
+        self.look_again();
+    }
+
+    fn name_changed(&mut self) {
+        self.process().file = None;
+        self.process().found = None;
+        self.unlock();
+        self.look_again();
+    }
+
+    fn gone(&mut self) {
+        let process = self.now();
+        *self.process() = Process::GONE;
+        if process.has_views && process.why == Why::LastOut && process.file.is_some() {
+            *self.process() = Process {
+                file: process.file,
+                is_mapped: true,
+                has_views: true,
+                ..Process::at(Pc::ViewLeft, self.id)
+            };
+        }
+    }
+
+    fn last_out(&mut self) {
+        let id = self.id;
+        *self.process() = Process::at(Pc::Lock, id);
+        self.process().why = Why::LastOut;
+    }
+
+    fn fail_for_space(&mut self) {
+        if self.state.has_room(self.setting, PIECES) {
+            self.state.seen.false_no_space = true;
+        }
+        self.gone();
+    }
+
+    fn make_inode(&mut self) -> Ino {
+        let id = self.id;
+        self.state.make_inode(id)
+    }
+
+    /// `Some(true)` with the last piece; `None` if there is no room for one more.
+    fn reserve_piece(&mut self) -> Option<bool> {
+        if !self.state.has_room(self.setting, 1) {
+            return None;
+        }
+        let ino = self.file().ino;
+        let inode = self.state.inode(ino);
+        inode.reserved = (inode.reserved + 1).min(PIECES);
+        Some(inode.reserved == PIECES)
+    }
+
+    /// The query answers with the first lock, and so with the smallest block size.
+    fn announced_geometry(&self, ino: Ino) -> Option<u8> {
+        (0..self.state.processes.len())
+            .filter(|other| *other != self.me && self.state.announces_geometry(ino, *other))
+            .filter_map(|other| match actor(self.setting, other) {
+                Actor::Ours { geometry, .. } => Some(geometry),
+                Actor::Original => None,
+            })
+            .min()
+    }
+
+    fn opened(&mut self) {
+        let ino = self.file().ino;
+        let is_creator = self.process().is_creator;
+        if is_creator && self.state.inode(ino).bytes == Bytes::Stale {
+            self.state.seen.stale_bytes = true;
+        }
+        // Its user writes at once: the worst that can happen to whoever takes the file for new.
+        if self.state.inode(ino).bytes == Bytes::Zero {
+            self.state.inode(ino).bytes = Bytes::Written;
+        }
+        let process = self.process();
+        process.is_mapped = true;
+        process.has_swept = false;
+        process.found_was_sized = false;
+        process.pc = Pc::Opened;
+    }
+
+    fn close_mapping(&mut self) {
+        self.to(if self.now().is_mapped {
+            Pc::Unmap
+        } else {
+            Pc::CloseLocks
+        });
+    }
+
+    /// A mutation: the dead file is used as it is.
+    fn take_over(&mut self) {
+        let ino = self.found();
+        let inode = self.state.inode(ino);
+        inode.is_sized = true;
+        if inode.bytes == Bytes::Written {
+            inode.bytes = Bytes::Stale;
+        }
+        let signs = self.creators_signs(ino);
+        let process = self.process();
+        process.found = None;
+        process.file = Some(signs);
+        process.is_creator = true;
+        process.pc = Pc::Reserve;
+        self.unlock();
+    }
+}
+
+/// Takes whatever stands at a name away. `meant` is the file that the caller compared with.
+pub fn unlink(setting: &Setting, state: &mut State, me: usize, name: u8, meant: Option<Ino>) {
+    let Some(ino) = state.names[usize::from(name)].take() else {
+        return;
+    };
+    let by_its_creator = state.processes[me].is_creator && state.processes[me].writes(ino);
+    if by_its_creator {
+        state.inode(ino).given_up = true;
+    }
+    let by_the_original = actor(setting, me) == Actor::Original;
+    let limits = setting.limits;
+    let is_excused = (limits.name_taken_between_compare_and_unlink
+        && !by_the_original
+        && setting.protocol.compares_before_unlink
+        && meant.is_some_and(|meant| meant != ino))
+        || (limits.original_unlinks_by_path && by_the_original);
+    let adopters_only = |state: &State| {
+        limits.original_adopts_the_dead
+            && state.inodes[usize::from(ino)].adopted
+            && !(0..setting.actors.len()).any(|other| {
+                other != me
+                    && actor(setting, other) != Actor::Original
+                    && state.processes[other].is_alive()
+                    && state.processes[other].writes(ino)
+            })
+    };
+    if !by_its_creator && !is_excused && state.has_living_holder(ino, Some(me)) && !adopters_only(state) {
+        state.seen.robbery = true;
+    }
+}
