@@ -678,6 +678,10 @@ pub fn unlink(setting: &Setting, state: &mut State, me: usize, name: u8, meant: 
                     && state.processes[other].writes(ino)
             })
     };
+    if is_excused {
+        // As if it had been taken away by hand: whoever holds it lives on without a name.
+        state.inode(ino).given_up = true;
+    }
     if !by_its_creator && !is_excused && state.has_living_holder(ino, Some(me)) && !adopters_only(state) {
         state.seen.robbery = true;
     }
