@@ -40,6 +40,15 @@ fn mutation_publish_without_life_lock_is_caught() {
     );
 }
 
+#[test]
+fn mutation_geometry_is_not_announced_is_caught() {
+    let setting = Setting::new(&[OURS, OTHER_GEOMETRY]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.announces_geometry = false),
+        &[SAME_GEOMETRY],
+    );
+}
+
 /// Two that wait for a dead original's stub would keep each other waiting for ever.
 #[test]
 fn mutation_waiter_holds_the_file_open_is_caught() {

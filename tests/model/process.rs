@@ -94,7 +94,7 @@ impl<'a> Ours<'a> {
             ino,
             life: self.setting.protocol.publishes_alive,
             preparing: true,
-            geometry: true,
+            geometry: self.setting.protocol.announces_geometry,
         }
     }
 
@@ -323,7 +323,7 @@ impl<'a> Ours<'a> {
                     self.wait();
                 } else {
                     self.file().life = true;
-                    self.file().geometry = true;
+                    self.file().geometry = protocol.announces_geometry;
                     self.to(Pc::AttachedLook);
                 }
             }
@@ -672,10 +672,7 @@ pub fn unlink(setting: &Setting, state: &mut State, me: usize, name: u8, meant: 
         limits.original_adopts_the_dead
             && state.inodes[usize::from(ino)].adopted
             && !(0..setting.actors.len()).any(|other| {
-                other != me
-                    && actor(setting, other) != Actor::Original
-                    && state.processes[other].is_alive()
-                    && state.processes[other].writes(ino)
+                other != me && actor(setting, other) != Actor::Original && state.processes[other].holds(ino)
             })
     };
     if is_excused {

@@ -10,6 +10,8 @@ pub struct Protocol {
     pub asks_for_writers: bool,
     /// A published file carries its creator's life lock.
     pub publishes_alive: bool,
+    /// Who has the file open announces its block size.
+    pub announces_geometry: bool,
     /// A process that waits keeps no descriptor.
     pub waits_with_nothing: bool,
     /// Before a name is unlinked its inode is compared with the file that is meant.
@@ -42,6 +44,7 @@ impl Protocol {
         directory_lock: true,
         asks_for_writers: true,
         publishes_alive: true,
+        announces_geometry: true,
         waits_with_nothing: true,
         compares_before_unlink: true,
         waits_for_preparing: true,

@@ -19,6 +19,10 @@ pub fn bounded() -> Vec<Named> {
     vec![
         ("three of ours", Setting::new(&[OURS, OURS, OURS])),
         ("one of ours and an original", Setting::new(&[OURS, Actor::Original])),
+        (
+            "two of ours and an original",
+            Setting::new(&[OURS, OURS, Actor::Original]),
+        ),
         ("after a dead file", dead(&two, &[(0, true)])),
         ("after a dead stub", dead(&two, &[(0, false)])),
         ("an orphan of another id", dead(&two, &[(1, true)])),
@@ -55,7 +59,12 @@ pub fn exhaustive() -> Vec<Named> {
         ("3, stopped with the directory's lock", impatient(&three)),
         ("3, flock fails once the name is given", linked_may_fail(&three)),
         ("2, each twice", twice(&[OURS, OURS])),
-        ("2 and an original", Setting::new(&with_original)),
+        ("2, each twice, room for one", {
+            Setting {
+                more_lives: 1,
+                ..crowded(&[OURS, OURS])
+            }
+        }),
         (
             "2 and an original, after a dead file",
             dead(&with_original, &[(0, true)]),

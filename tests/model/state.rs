@@ -188,6 +188,11 @@ impl Process {
         matches!(self.pc, Pc::Opened | Pc::OriginalOpened | Pc::ViewLeft)
     }
 
+    /// Alive, with the file open, and not just closing it.
+    pub fn holds(&self, ino: Ino) -> bool {
+        self.is_alive() && self.pc != Pc::CloseFile && self.writes(ino)
+    }
+
     /// Write access: what a read lease meets.
     pub fn writes(&self, ino: Ino) -> bool {
         self.opens().any(|open| open.ino == ino)
@@ -311,12 +316,12 @@ impl State {
         self.others(me).any(|process| process.is_freeing)
     }
 
-    /// Is there a process, not yet killed, that has it open for writing?
+    /// Is there a process, not yet killed, that has it open for writing? One inside `close` holds nothing any more.
     pub fn has_living_holder(&self, ino: Ino, except: Option<usize>) -> bool {
         self.processes
             .iter()
             .enumerate()
-            .any(|(at, process)| Some(at) != except && process.is_alive() && process.writes(ino))
+            .any(|(at, process)| Some(at) != except && process.holds(ino))
     }
 
     pub fn has_room(&self, setting: &Setting, pieces: u8) -> bool {
