@@ -16,11 +16,15 @@ mod protocol;
 mod settings;
 mod state;
 
+use std::collections::HashSet;
 use std::fmt::Write as _;
 use std::time::Instant;
 
+use ec_shared_region::step::Step;
+use machine::Action;
 use protocol::{Protocol, Setting};
-use stateright::{Checker, DiscoveryClassification, HasDiscoveries, Model};
+use state::State;
+use stateright::{Checker, DiscoveryClassification, HasDiscoveries, Model, Path};
 
 /// What a run came to: one line of figures, and a trace for each property that does not hold.
 struct Outcome {
@@ -57,13 +61,7 @@ fn run(setting: &Setting, stop_early: bool) -> Outcome {
                 DiscoveryClassification::Counterexample
             )
         })
-        .map(|(name, path)| {
-            let mut trace = format!("{name} does not hold:\n");
-            for (step, action) in path.into_actions().iter().enumerate() {
-                let _ = writeln!(trace, "  {:>3}  {action:?}", step + 1);
-            }
-            (name, trace)
-        })
+        .map(|(name, path)| (name, format!("{name} does not hold:\n{}", trace(setting, name, path))))
         .collect();
     // What is to be reached at least once, and was not, when every state was seen.
     if !stop_early || violations.is_empty() {
@@ -82,6 +80,25 @@ fn run(setting: &Setting, stop_early: bool) -> Outcome {
         properties: checker.model().properties().len(),
         violations,
     }
+}
+
+/// The steps up to the first state in which the property does not hold: the checker may have gone on from there.
+fn trace(setting: &Setting, property: &str, path: Path<State, Action>) -> String {
+    let properties = setting.properties();
+    let property = properties
+        .iter()
+        .find(|one| one.name == property)
+        .expect("found by its name");
+    let mut steps = String::new();
+    for (at, (state, action)) in path.into_vec().into_iter().enumerate() {
+        if !(property.condition)(setting, &state) {
+            break;
+        }
+        if let Some(action) = action {
+            let _ = writeln!(steps, "  {:>3}  {action:?}", at + 1);
+        }
+    }
+    steps
 }
 
 /// Checks configurations, prints a line for each, and fails with the traces.
@@ -130,6 +147,36 @@ fn exhaustive() {
         .filter(|(name, _)| name.contains(&only))
         .collect();
     check(&chosen);
+}
+
+/// A new step must be modelled, or be named here with the reason why not.
+#[test]
+fn every_step_is_taken() {
+    // Between the first and the next step nothing happens that others could see; the rest is between a
+    // process and its device.
+    let not_modelled = [Step::Opened, Step::Register, Step::Rollback, Step::Unregister];
+    let mut setting = settings::dead(&[protocol::OURS, protocol::OURS], &[(0, true)]);
+    setting.failures = true;
+    let mut taken = HashSet::new();
+    let mut seen = HashSet::new();
+    let mut pending = setting.init_states();
+    while let Some(state) = pending.pop() {
+        let mut actions = Vec::new();
+        setting.actions(&state, &mut actions);
+        for action in actions {
+            if let Action::Go(_, step, _) = action {
+                taken.insert(step);
+            }
+            pending.extend(
+                setting
+                    .next_state(&state, action)
+                    .filter(|next| seen.insert(next.clone())),
+            );
+        }
+    }
+    for step in Step::ALL {
+        assert_ne!(taken.contains(step), not_modelled.contains(step), "{}", step.name());
+    }
 }
 
 /// `src/` as it is has the holes that `mutations.rs` names, and no others.
