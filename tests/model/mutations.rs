@@ -126,7 +126,7 @@ fn mutation_creator_does_not_abandon_is_caught() {
 /// A joiner attaches, the creator is killed, everybody else closes, the joiner fails or is interrupted: it was
 /// the last one out.
 #[test]
-fn hole_failed_joiner_leaves_the_name() {
+fn mutation_failed_joiner_does_not_look_back_is_caught() {
     let setting = Setting::new(&[OURS, OURS]);
     must_violate(
         &mutated(setting, |protocol| protocol.failed_joiner_looks_back = false),
@@ -136,7 +136,7 @@ fn hole_failed_joiner_leaves_the_name() {
 
 /// A joiner that closes while a view lives finds itself alive, and nobody looks when the view goes.
 #[test]
-fn hole_last_view_leaves_the_name() {
+fn mutation_last_view_does_not_look_back_is_caught() {
     let setting = views(&[OURS, OURS]);
     must_violate(
         &mutated(setting, |protocol| protocol.last_view_looks_back = false),
@@ -155,7 +155,7 @@ fn hole_space_comes_back_between_two_questions() {
 }
 
 #[test]
-fn hole_failure_at_linked_leaves_the_name() {
+fn mutation_failure_at_linked_leaves_the_name_is_caught() {
     let setting = linked_may_fail(&[OURS]);
     must_violate(
         &mutated(setting, |protocol| protocol.abandons_at_linked = false),

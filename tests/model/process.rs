@@ -275,16 +275,16 @@ impl<'a> Ours<'a> {
 
             // C3 to C6, `Opening::prepare`.
             Pc::Reserve => match self.reserve_piece() {
-                Some(true) => self.to(Pc::Map),
+                Some(true) => self.to(Pc::EndPreparing),
                 Some(false) => {}
                 None => self.fail(),
             },
-            Pc::Map => {
-                self.process().is_mapped = true;
-                self.to(Pc::EndPreparing);
-            }
             Pc::EndPreparing => {
                 self.file().preparing = false;
+                self.to(Pc::Map);
+            }
+            Pc::Map => {
+                self.process().is_mapped = true;
                 self.to(Pc::MapAhead);
             }
             Pc::MapAhead => self.opened(),
@@ -348,23 +348,23 @@ impl<'a> Ours<'a> {
             }
             Pc::JoinMap => self.opened(),
 
-            // X1 to X6, `Region::close`; C7, `Opening::abandon`, goes the same way.
+            // X1 to X6, `Region::close`; C7, `Opening::give_back`, goes the same way.
             Pc::Opened => {
                 self.process().is_freeing = true;
                 self.to(if self.now().is_creator {
                     Pc::DropNameLock
                 } else {
-                    Pc::Unmap
+                    Pc::CloseFile
                 });
             }
             Pc::Abandon => {
                 self.process().is_mapped = false;
-                if protocol.abandons {
-                    self.process().is_freeing = true;
-                    self.to(Pc::DropNameLock);
+                self.process().is_freeing = true;
+                self.to(if protocol.abandons {
+                    Pc::DropNameLock
                 } else {
-                    self.to(Pc::CloseLocks);
-                }
+                    Pc::CloseFile
+                });
             }
             Pc::DropNameLock => {
                 self.process().has_directory_lock = protocol.directory_lock;
@@ -376,37 +376,31 @@ impl<'a> Ours<'a> {
                     self.to(Pc::DropNameUnlink);
                 } else {
                     self.unlock();
-                    self.close_mapping();
+                    self.to(Pc::CloseFile);
                 }
             }
             Pc::DropNameUnlink => {
                 let (target, ino) = (self.now().target, self.file().ino);
                 unlink(setting, self.state, self.me, target, Some(ino));
                 self.unlock();
-                self.close_mapping();
-            }
-            Pc::Unmap => {
-                self.process().is_mapped = false;
-                self.to(Pc::CloseLocks);
-            }
-            // The last view is gone, and with it the mapping and what was locked through it.
-            Pc::ViewLeft => {
-                self.process().is_mapped = false;
-                self.to(Pc::CloseLocks);
-            }
-            // The kernel drops the locks of a file that is closed before its write access.
-            Pc::CloseLocks => {
-                let ino = self.file().ino;
-                *self.file() = Open::bare(ino);
                 self.to(Pc::CloseFile);
             }
-            Pc::CloseFile => {
+            // A mapping keeps the open file, whether its descriptor is closed or not.
+            Pc::CloseFile if self.now().is_mapped => self.to(Pc::Unmap),
+            // The kernel drops the locks of a file that is closed before its write access.
+            Pc::CloseFile | Pc::Unmap | Pc::ViewLeft => {
+                let ino = self.file().ino;
+                *self.file() = Open::bare(ino);
+                self.process().is_mapped = false;
+                self.to(Pc::Released);
+            }
+            Pc::Released => {
                 let ino = self.file().ino;
                 self.state.inode(ino).excused = false;
                 self.process().file = None;
-                self.process().is_freeing = false;
-                let looks_back =
-                    protocol.last_one_out_cleans && (protocol.last_view_looks_back || !self.now().has_views);
+                let looks_back = protocol.last_one_out_cleans
+                    && (protocol.last_view_looks_back || !self.now().has_views)
+                    && (protocol.failed_joiner_looks_back || !self.now().has_failed);
                 if self.now().is_creator || !looks_back {
                     self.gone();
                 } else {
@@ -420,16 +414,15 @@ impl<'a> Ours<'a> {
 
     pub fn fail(&mut self) {
         match self.now().pc {
-            Pc::Reserve | Pc::Map | Pc::MapAhead => self.to(Pc::Abandon),
-            Pc::JoinReserve | Pc::JoinMap => {
-                let ino = self.file().ino;
-                self.state.inode(ino).excused = false;
-                self.process().file = None;
-                if self.setting.protocol.failed_joiner_looks_back {
-                    self.last_out();
-                } else {
-                    self.gone();
-                }
+            Pc::Reserve => self.to(Pc::Abandon),
+            // Others may have the file by now: it is left as by one that closes.
+            Pc::Map | Pc::MapAhead | Pc::JoinReserve | Pc::JoinMap => {
+                let process = self.process();
+                process.is_freeing = true;
+                process.is_creator = false;
+                process.is_mapped = false;
+                process.has_failed = true;
+                process.pc = Pc::CloseFile;
             }
             Pc::LinkedMoveSigns if self.setting.protocol.abandons_at_linked => {
                 // Still under the lock, so the name can go at once.
@@ -444,15 +437,10 @@ impl<'a> Ours<'a> {
 
     /// It closes its region while views live on: the mapping keeps the open file and its locks.
     pub fn keep_views(&mut self) {
-        let id = self.id;
-        let file = self.now().file;
-        *self.process() = Process {
-            file,
-            is_mapped: true,
-            has_views: true,
-            why: Why::LastOut,
-            ..Process::at(Pc::Lock, id)
-        };
+        let process = self.process();
+        process.has_views = true;
+        process.is_freeing = false;
+        process.pc = Pc::ViewLeft;
     }
 
     /// A process that closes goes on without the directory's lock after a second.
@@ -496,7 +484,14 @@ impl<'a> Ours<'a> {
 
     fn live(&mut self) {
         match self.now().why {
-            Why::Look if self.mode == Mode::Create => self.gone(), // Exists
+            Why::Look if self.mode == Mode::Create => {
+                let found = self.found();
+                if self.state.has_living_holder(found, None) {
+                    self.gone(); // Exists
+                } else {
+                    self.wait(); // its holders are dying
+                }
+            }
             Why::Look => self.to(Pc::AssessGeometry),
             Why::Sweep | Why::LastOut => self.pass_over(),
         }
@@ -557,16 +552,7 @@ impl<'a> Ours<'a> {
     }
 
     fn gone(&mut self) {
-        let process = self.now();
         *self.process() = Process::GONE;
-        if process.has_views && process.why == Why::LastOut && process.file.is_some() {
-            *self.process() = Process {
-                file: process.file,
-                is_mapped: true,
-                has_views: true,
-                ..Process::at(Pc::ViewLeft, self.id)
-            };
-        }
     }
 
     fn last_out(&mut self) {
@@ -624,14 +610,6 @@ impl<'a> Ours<'a> {
         process.has_swept = false;
         process.found_was_sized = false;
         process.pc = Pc::Opened;
-    }
-
-    fn close_mapping(&mut self) {
-        self.to(if self.now().is_mapped {
-            Pc::Unmap
-        } else {
-            Pc::CloseLocks
-        });
     }
 
     /// A mutation: the dead file is used as it is.

@@ -28,8 +28,8 @@ pub struct Protocol {
     pub last_one_out_cleans: bool,
     /// A creator that fails takes back its name (C7).
     pub abandons: bool,
-    // Holes that this model found. [`Protocol::AS_BUILT`] says which of them `src/` still has.
-    /// A joiner that fails looks whether it was the last one out, as one that closes does.
+    // Holes that were found. [`Protocol::AS_BUILT`] says which of them `src/` still has.
+    /// A constructor that fails when others may have its file looks whether it was the last one out, as one that closes does.
     pub failed_joiner_looks_back: bool,
     /// The last view of a closed region does the same when it goes.
     pub last_view_looks_back: bool,
@@ -60,10 +60,7 @@ impl Protocol {
     };
     /// What `src/` does.
     pub const AS_BUILT: Self = Self {
-        failed_joiner_looks_back: false,
-        last_view_looks_back: false,
         looks_at_room_twice: false,
-        abandons_at_linked: false,
         ..Self::WHOLE
     };
 }

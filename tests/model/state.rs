@@ -87,8 +87,8 @@ pub enum Pc {
     TemporaryShowLife,
     TemporaryRename,
     Reserve,
-    Map,
     EndPreparing,
+    Map,
     MapAhead,
     AssessGeometry,
     AssessPreparing,
@@ -102,9 +102,10 @@ pub enum Pc {
     DropNameLock,
     DropNameCompare,
     DropNameUnlink,
-    Unmap,
-    CloseLocks,
     CloseFile,
+    Unmap,
+    /// Its locks are dropped, its write access is not: the end of one system call.
+    Released,
     /// Closed, but for a view that keeps the mapping.
     ViewLeft,
     // The original class.
@@ -149,6 +150,7 @@ pub struct Process {
     pub is_creator: bool,
     pub is_mapped: bool,
     pub has_views: bool,
+    pub has_failed: bool,
     pub has_swept: bool,
 }
 
@@ -168,6 +170,7 @@ impl Process {
         is_creator: false,
         is_mapped: false,
         has_views: false,
+        has_failed: false,
         has_swept: false,
     };
 
@@ -190,7 +193,7 @@ impl Process {
 
     /// Alive, with the file open, and not just closing it.
     pub fn holds(&self, ino: Ino) -> bool {
-        self.is_alive() && self.pc != Pc::CloseFile && self.writes(ino)
+        self.is_alive() && self.pc != Pc::Released && self.writes(ino)
     }
 
     /// Write access: what a read lease meets.
@@ -227,8 +230,8 @@ impl Process {
             Pc::Opened => Step::Close,
             Pc::Abandon => Step::Abandon,
             Pc::DropNameLock | Pc::DropNameCompare | Pc::DropNameUnlink => Step::DropName,
-            Pc::Unmap | Pc::ViewLeft => Step::Unmap,
-            Pc::CloseLocks | Pc::CloseFile => Step::CloseFile,
+            Pc::Unmap | Pc::ViewLeft | Pc::Released => Step::Unmap,
+            Pc::CloseFile => Step::CloseFile,
             _ => return None,
         })
     }
