@@ -1,0 +1,176 @@
+//! Mutations of the protocol: the model must notice each, or it has no teeth. What they show is also what
+//! each part of the protocol is there for.
+
+use super::must_violate;
+use super::properties::*;
+use super::protocol::{Actor, OURS, Protocol, Setting};
+use super::settings::*;
+
+fn mutated(mut setting: Setting, mutate: impl FnOnce(&mut Protocol)) -> Setting {
+    mutate(&mut setting.protocol);
+    setting.tells_apart = true; // for the trace
+    setting
+}
+
+#[test]
+fn mutation_no_directory_lock_is_caught() {
+    let setting = dead(&[OURS, OURS], &[(0, true)]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.directory_lock = false),
+        &[NO_TWINS, NO_ROBBERY],
+    );
+}
+
+#[test]
+fn mutation_probe_ignores_writers_is_caught() {
+    let setting = Setting::new(&[OURS, Actor::Original]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.asks_for_writers = false),
+        &[NO_ROBBERY],
+    );
+}
+
+/// Where there are leases the writer alone shows that somebody lives; the life lock is for where there are none.
+#[test]
+fn mutation_publish_without_life_lock_is_caught() {
+    let setting = no_leases(&[OURS, OURS]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.publishes_alive = false),
+        &[NO_TWINS, NO_ROBBERY],
+    );
+}
+
+#[test]
+fn mutation_geometry_is_not_announced_is_caught() {
+    let setting = Setting::new(&[OURS, OTHER_GEOMETRY]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.announces_geometry = false),
+        &[SAME_GEOMETRY],
+    );
+}
+
+/// Two that wait for a dead original's stub would keep each other waiting for ever.
+#[test]
+fn mutation_waiter_holds_the_file_open_is_caught() {
+    let setting = Setting::new(&[OURS, OURS, Actor::Original]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.waits_with_nothing = false),
+        &[HEALS],
+    );
+}
+
+#[test]
+fn mutation_unlink_without_identity_check_is_caught() {
+    let setting = removals(&[OURS, OURS]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.compares_before_unlink = false),
+        &[NO_ROBBERY],
+    );
+}
+
+#[test]
+fn mutation_join_before_end_preparing_is_caught() {
+    let setting = Setting::new(&[OURS, OURS]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.waits_for_preparing = false),
+        &[NOT_HALF_MADE],
+    );
+}
+
+#[test]
+fn mutation_joiner_reserves_nothing_is_caught() {
+    let setting = Setting::new(&[OURS, Actor::Original]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.joiner_reserves = false),
+        &[NOT_HALF_MADE],
+    );
+}
+
+#[test]
+fn mutation_dead_file_is_taken_over_is_caught() {
+    let setting = dead(&[OURS], &[(0, true)]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.dead_bytes_are_unlinked = false),
+        &[ZERO],
+    );
+}
+
+/// Under the directory's lock only an original can take the name first.
+#[test]
+fn mutation_publish_over_another_is_caught() {
+    let setting = Setting::new(&[OURS, Actor::Original]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.publishes_without_replacing = false),
+        &[NO_ROBBERY],
+    );
+}
+
+#[test]
+fn mutation_nobody_is_last_out_is_caught() {
+    let setting = Setting::new(&[OURS, OURS]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.last_one_out_cleans = false),
+        &[NOTHING_LEFT, HEALS],
+    );
+}
+
+#[test]
+fn mutation_creator_does_not_abandon_is_caught() {
+    let setting = Setting::new(&[OURS]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.abandons = false),
+        &[NOTHING_LEFT, HEALS],
+    );
+}
+
+/// A joiner attaches, the creator is killed, everybody else closes, the joiner fails or is interrupted: it was
+/// the last one out.
+#[test]
+fn mutation_failed_joiner_does_not_look_back_is_caught() {
+    let setting = Setting::new(&[OURS, OURS]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.failed_joiner_looks_back = false),
+        &[NOTHING_LEFT, HEALS],
+    );
+}
+
+/// A joiner that closes while a view lives finds itself alive, and nobody looks when the view goes.
+#[test]
+fn mutation_last_view_does_not_look_back_is_caught() {
+    let setting = views(&[OURS, OURS]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.last_view_looks_back = false),
+        &[NOTHING_LEFT, HEALS],
+    );
+}
+
+/// The room is looked at while it is taken, and the question who frees some comes when it is free.
+#[test]
+fn hole_space_comes_back_between_two_questions() {
+    let setting = crowded(&[OURS, OURS]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.looks_at_room_twice = false),
+        &[SPACE],
+    );
+}
+
+#[test]
+fn mutation_failure_at_linked_leaves_the_name_is_caught() {
+    let setting = linked_may_fail(&[OURS]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.abandons_at_linked = false),
+        &[NOTHING_LEFT, HEALS],
+    );
+}
+
+/// What `src/` does, in a configuration that shows none of its holes: the directory has room, nothing
+/// fails. The holes are above.
+#[test]
+fn what_is_built_holds_where_nothing_fails() {
+    let setting = Setting {
+        protocol: Protocol::AS_BUILT,
+        failures: false,
+        ..Setting::new(&[OURS, OURS, OURS])
+    };
+    super::check(&[("as built, nothing fails", setting)]);
+}

@@ -1,0 +1,321 @@
+//! The steps. Every arm is one system call, or several between which nothing that others do could make a
+//! difference; where `src/` has a function for it, the comment above names it.
+
+use super::super::state::{FIRST_TEMPORARY, Open, PIECES, Pc, Why};
+use super::{Ours, unlink};
+
+impl Ours<'_> {
+    pub fn go(&mut self) {
+        let setting = self.setting;
+        let protocol = setting.protocol;
+        match self.now().pc {
+            Pc::Lock => {
+                self.process().has_directory_lock = protocol.directory_lock;
+                self.to(Pc::ProbeOpen);
+            }
+
+            // L2, `Locked::probe`. Its stat and its open are one here: where they differ it looks again.
+            Pc::ProbeOpen => match self.name() {
+                None => self.absent(),
+                Some(ino) => {
+                    let is_sized = self.state.inode(ino).is_sized;
+                    let process = self.process();
+                    process.found = Some(ino);
+                    process.found_was_sized = is_sized;
+                    process.pc = Pc::ProbeFlock;
+                }
+            },
+            Pc::ProbeFlock => {
+                let ino = self.found();
+                if self.state.is_flocked(ino, self.me) {
+                    self.live();
+                } else {
+                    self.process().found_is_locked = true;
+                    self.to(Pc::ProbeLease);
+                }
+            }
+            Pc::ProbeLease => {
+                let ino = self.found();
+                self.process().found_is_locked = false;
+                if setting.leases && protocol.asks_for_writers && self.state.has_writer(ino) {
+                    self.live();
+                } else {
+                    self.dead();
+                }
+            }
+
+            // R1 and R2, `reap::reclaim`.
+            Pc::ReclaimCompare => {
+                self.process().is_freeing = true;
+                if self.name() == self.now().found || !protocol.compares_before_unlink {
+                    self.to(Pc::ReclaimUnlink);
+                } else {
+                    self.unlock();
+                    self.to(Pc::ReclaimClose);
+                }
+            }
+            Pc::ReclaimUnlink => {
+                let (target, found) = (self.now().target, self.now().found);
+                unlink(setting, self.state, self.me, target, found);
+                self.unlock();
+                self.to(Pc::ReclaimClose);
+            }
+            Pc::ReclaimClose => {
+                self.process().found = None;
+                self.process().is_freeing = false;
+                match self.now().why {
+                    Why::Look => self.look_again(),
+                    Why::Sweep => self.sweep_next(),
+                    Why::LastOut => self.gone(),
+                }
+            }
+
+            // C1, `prefault::check_room`, and what `Opening::look` makes of it.
+            Pc::CheckRoom => {
+                if self.state.has_room(setting, PIECES) {
+                    self.to(if setting.tmpfile {
+                        Pc::PublishUnnamed
+                    } else {
+                        Pc::PublishTemporary
+                    });
+                } else {
+                    self.unlock();
+                    self.to(Pc::AskFreeing);
+                }
+            }
+            Pc::AskFreeing => {
+                if self.state.is_freeing(self.me) {
+                    self.look_again();
+                } else if protocol.looks_at_room_twice {
+                    self.to(Pc::LookAtRoomAgain);
+                } else {
+                    self.fail_for_space();
+                }
+            }
+            Pc::LookAtRoomAgain => {
+                if self.state.has_room(setting, PIECES) {
+                    self.look_again();
+                } else {
+                    self.fail_for_space();
+                }
+            }
+
+            // C2, `Locked::publish`.
+            Pc::PublishUnnamed => {
+                let ino = self.make_inode();
+                let signs = self.creators_signs(ino);
+                self.process().unnamed = Some(signs);
+                self.process().file = None;
+                self.state.inode(ino).is_sized = true;
+                self.to(Pc::Link);
+            }
+            Pc::Link => {
+                let ino = self.now().unnamed.expect("made").ino;
+                let target = self.now().target;
+                if self.name().is_some() && protocol.publishes_without_replacing {
+                    self.process().unnamed = None;
+                    self.unlock();
+                    self.look_again();
+                } else {
+                    unlink(setting, self.state, self.me, target, None);
+                    self.state.names[usize::from(target)] = Some(ino);
+                    self.process().is_creator = true;
+                    self.to(Pc::LinkedOpen);
+                }
+            }
+            Pc::LinkedOpen => {
+                let unnamed = self.now().unnamed.map(|open| open.ino);
+                if self.name() == unnamed {
+                    self.process().file = unnamed.map(Open::bare);
+                    self.to(Pc::LinkedMoveSigns);
+                } else {
+                    self.process().unnamed = None;
+                    self.process().is_creator = false;
+                    self.unlock();
+                    self.look_again();
+                }
+            }
+            Pc::LinkedMoveSigns => {
+                let ino = self.file().ino;
+                *self.file() = self.creators_signs(ino);
+                self.process().unnamed = None;
+                self.unlock();
+                self.to(Pc::Reserve);
+            }
+
+            // C2 where `O_TMPFILE` is refused, `Locked::publish_renamed`.
+            Pc::PublishTemporary => {
+                let free = self.state.names[FIRST_TEMPORARY..].iter().position(Option::is_none);
+                let temporary = FIRST_TEMPORARY + free.expect("one name for each of three");
+                let ino = self.make_inode();
+                self.state.names[temporary] = Some(ino);
+                self.process().temporary = temporary as u8;
+                self.process().file = Some(Open::bare(ino));
+                self.to(Pc::TemporaryShowLife);
+            }
+            Pc::TemporaryShowLife => {
+                let ino = self.file().ino;
+                self.state.inode(ino).is_sized = true;
+                *self.file() = self.creators_signs(ino);
+                self.to(Pc::TemporaryRename);
+            }
+            Pc::TemporaryRename => {
+                let ino = self.file().ino;
+                let (target, temporary) = (self.now().target, self.now().temporary);
+                let is_free = self.name().is_none();
+                if self.state.names[usize::from(temporary)] == Some(ino) {
+                    self.state.names[usize::from(temporary)] = None;
+                }
+                if is_free || !protocol.publishes_without_replacing {
+                    unlink(setting, self.state, self.me, target, None);
+                    self.state.names[usize::from(target)] = Some(ino);
+                    self.process().is_creator = true;
+                    self.unlock();
+                    self.to(Pc::Reserve);
+                } else {
+                    self.process().file = None;
+                    self.unlock();
+                    self.look_again();
+                }
+                self.process().temporary = 0;
+            }
+
+            // C3 to C6, `Opening::prepare`.
+            Pc::Reserve => match self.reserve_piece() {
+                Some(true) => self.to(Pc::EndPreparing),
+                Some(false) => {}
+                None => self.fail(),
+            },
+            Pc::EndPreparing => {
+                self.file().preparing = false;
+                self.to(Pc::Map);
+            }
+            Pc::Map => {
+                self.process().is_mapped = true;
+                self.to(Pc::MapAhead);
+            }
+            Pc::MapAhead => self.opened(),
+
+            // J1 and J2, `Opening::assess` and `Locked::attach`.
+            Pc::AssessGeometry => {
+                let found = self.found();
+                match (self.announced_geometry(found), self.now().found_was_sized) {
+                    (Some(geometry), true) if geometry == self.geometry => self.to(Pc::AssessPreparing),
+                    (Some(_), _) => self.gone(), // GeometryMismatch
+                    (None, true) => self.to(Pc::AssessPreparing),
+                    (None, false) => self.wait(),
+                }
+            }
+            Pc::AssessPreparing => {
+                let found = self.found();
+                if self.state.is_preparing(found) && protocol.waits_for_preparing {
+                    self.wait();
+                } else {
+                    self.to(Pc::AttachOpen);
+                }
+            }
+            Pc::AttachOpen => {
+                let found = self.found();
+                if self.name() == Some(found) {
+                    self.process().file = Some(Open::bare(found));
+                    self.to(Pc::AttachFlock);
+                } else {
+                    self.name_changed();
+                }
+            }
+            Pc::AttachFlock => {
+                let ino = self.file().ino;
+                if self.state.is_flocked_exclusively(ino, self.me) {
+                    self.process().file = None;
+                    self.wait();
+                } else {
+                    self.file().life = true;
+                    self.file().geometry = protocol.announces_geometry;
+                    self.to(Pc::AttachedLook);
+                }
+            }
+            Pc::AttachedLook => {
+                if self.name() == self.now().found {
+                    self.process().found = None;
+                    self.unlock();
+                    self.to(Pc::JoinReserve);
+                } else {
+                    self.name_changed();
+                }
+            }
+
+            // J3 to J5, `Opening::join`.
+            Pc::JoinReserve => {
+                let ino = self.file().ino;
+                if self.state.inode(ino).reserved == PIECES || !protocol.joiner_reserves {
+                    self.to(Pc::JoinMap);
+                } else if self.reserve_piece().is_none() {
+                    self.fail();
+                }
+            }
+            Pc::JoinMap => self.opened(),
+
+            // X1 to X6, `Region::close`; C7, `Opening::give_back`, goes the same way.
+            Pc::Opened => {
+                self.process().is_freeing = true;
+                self.to(if self.now().is_creator {
+                    Pc::DropNameLock
+                } else {
+                    Pc::CloseFile
+                });
+            }
+            Pc::Abandon => {
+                self.process().is_mapped = false;
+                self.process().is_freeing = true;
+                self.to(if protocol.abandons {
+                    Pc::DropNameLock
+                } else {
+                    Pc::CloseFile
+                });
+            }
+            Pc::DropNameLock => {
+                self.process().has_directory_lock = protocol.directory_lock;
+                self.to(Pc::DropNameCompare);
+            }
+            Pc::DropNameCompare => {
+                let ino = self.file().ino;
+                if self.name() == Some(ino) || !protocol.compares_before_unlink {
+                    self.to(Pc::DropNameUnlink);
+                } else {
+                    self.unlock();
+                    self.to(Pc::CloseFile);
+                }
+            }
+            Pc::DropNameUnlink => {
+                let (target, ino) = (self.now().target, self.file().ino);
+                unlink(setting, self.state, self.me, target, Some(ino));
+                self.unlock();
+                self.to(Pc::CloseFile);
+            }
+            // A mapping keeps the open file, whether its descriptor is closed or not.
+            Pc::CloseFile if self.now().is_mapped => self.to(Pc::Unmap),
+            // The kernel drops the locks of a file that is closed before its write access.
+            Pc::CloseFile | Pc::Unmap | Pc::ViewLeft => {
+                let ino = self.file().ino;
+                *self.file() = Open::bare(ino);
+                self.process().is_mapped = false;
+                self.to(Pc::Released);
+            }
+            Pc::Released => {
+                let ino = self.file().ino;
+                self.state.inode(ino).excused = false;
+                self.process().file = None;
+                let looks_back = protocol.last_one_out_cleans
+                    && (protocol.last_view_looks_back || !self.now().has_views)
+                    && (protocol.failed_joiner_looks_back || !self.now().has_failed);
+                if self.now().is_creator || !looks_back {
+                    self.gone();
+                } else {
+                    self.last_out();
+                }
+            }
+            _ => unreachable!("not a step of ours"),
+        }
+        self.state.collect();
+    }
+}
