@@ -69,7 +69,7 @@ pub fn failure(error: &Error) -> String {
 }
 
 impl Worker {
-    fn execute(&mut self, words: &[&str]) -> String {
+    pub fn execute(&mut self, words: &[&str]) -> String {
         match *words {
             ["open", ref rest @ ..] => self.open(rest),
             ["pin", refuse_at] => self.pin(refuse_at.parse().unwrap()),
@@ -77,6 +77,11 @@ impl Worker {
             ["fill", byte] => self.fill(byte.parse().unwrap()),
             ["check", byte] => self.check(byte.parse().unwrap()),
             ["original", id] => self.original(id),
+            // As a process of the original class that is killed: its file stays.
+            ["leave"] => {
+                self.original = None;
+                "ok".into()
+            }
             ["size", bytes] => {
                 self.original
                     .as_ref()
