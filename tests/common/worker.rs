@@ -27,6 +27,8 @@ pub struct Worker {
     region: Option<Region>,
     /// A file that this process made as the original class does: no lock, in place.
     original: Option<(PathBuf, File)>,
+    /// Told `true` right before the core is called, and `false` right after.
+    pub around: Option<fn(bool)>,
 }
 
 /// Serves commands until the test is gone. Does nothing in a process that is no worker.
@@ -106,7 +108,11 @@ impl Worker {
                 ControlFlow::Continue(())
             }
         };
-        match Region::open_in(&self.directory, &spec(words), &mut checkpoint) {
+        let spec = spec(words);
+        self.tell(true);
+        let opened = Region::open_in(&self.directory, &spec, &mut checkpoint);
+        self.tell(false);
+        match opened {
             Err(error) => failure(&error),
             Ok((region, _)) => {
                 let role = if region.role() == Role::Creator {
@@ -118,6 +124,12 @@ impl Worker {
                 self.region = Some(region);
                 format!("ok {role} {inode}")
             }
+        }
+    }
+
+    fn tell(&self, is_before: bool) {
+        if let Some(around) = self.around {
+            around(is_before);
         }
     }
 
@@ -144,7 +156,9 @@ impl Worker {
         let Some(mut region) = self.region.take() else {
             return "ok".into();
         };
+        self.tell(true);
         let report = region.close();
+        self.tell(false);
         if let Some(problem) = report.name_problem {
             return failure(&problem);
         }

@@ -102,9 +102,9 @@ pub fn serve() {
                 .split(',')
                 .filter(|rule| !rule.is_empty() && *rule != "-")
                 .for_each(add);
-            arm(true);
+            worker.around = Some(arm);
             let answer = worker.execute(command);
-            arm(false);
+            worker.around = None;
             last_calls = calls();
             Some(answer)
         }

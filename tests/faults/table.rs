@@ -48,8 +48,15 @@ pub struct Row {
     /// What may come of one failure. More than one where it depends on which of the calls it is.
     pub once: &'static [Outcome],
     pub for_ever: &'static [Outcome],
-    /// Faults of the product that are known: in which role (empty: in each that calls it), when, and why.
-    pub known: &'static [(&'static str, Times, &'static str)],
+    pub known: &'static [Known],
+}
+
+/// A fault of the product that is known. The test fails when it is gone, so that the mark goes too.
+#[derive(Debug)]
+pub struct Known {
+    pub times: Times,
+    pub roles: &'static [&'static str],
+    pub why: &'static str,
 }
 
 impl Row {
@@ -64,14 +71,65 @@ impl Row {
         let mark = self
             .known
             .iter()
-            .find(|(marked, when, _)| *marked == role && *when == times)?;
-        Some(mark.2)
+            .find(|mark| mark.times == times && mark.roles.contains(&role))?;
+        Some(mark.why)
+    }
+
+    const fn known(self, known: &'static [Known]) -> Self {
+        Self { known, ..self }
     }
 
     /// A call that never gets through: where that begins says nothing new, and every case costs a deadline.
     pub fn is_the_same_wherever_it_begins(&self, errno: i32) -> bool {
-        errno == EINTR || errno == EAGAIN
+        errno == EINTR || errno == EAGAIN || (errno == ENOENT && self.call == "openat(O_RDONLY)")
     }
+}
+
+const CREATING: &[&str] = &[
+    "create",
+    "create_where_unnamed_files_are_refused",
+    "create_where_links_are_refused",
+    "create_where_fallocate_is_unknown",
+    "create_where_populate_is_unknown",
+    "reclaim",
+    "reclaim_where_leases_are_refused",
+    "sweep",
+];
+const CREATING_UNNAMED: &[&str] = &[
+    "create",
+    "create_where_fallocate_is_unknown",
+    "create_where_populate_is_unknown",
+    "reclaim",
+    "reclaim_where_leases_are_refused",
+    "sweep",
+];
+const FINDING_A_FILE: &[&str] = &[
+    "join",
+    "join_an_original",
+    "reclaim",
+    "reclaim_where_leases_are_refused",
+];
+const OPENING: &[&str] = &[
+    "create",
+    "create_where_unnamed_files_are_refused",
+    "create_where_links_are_refused",
+    "create_where_fallocate_is_unknown",
+    "create_where_populate_is_unknown",
+    "reclaim",
+    "reclaim_where_leases_are_refused",
+    "sweep",
+    "join",
+    "join_an_original",
+];
+const CLOSING: &[&str] = &["close_as_creator", "close_as_joiner", "close_as_last_one_out"];
+
+const NOT_RETRIED: &str = "an interrupted call is not called again";
+const NO_DEADLINE: &str = "calls again for ever, past the deadline of the caller and without a checkpoint";
+const NO_DEADLINE_BUT_A_CHECKPOINT: &str = "calls again for ever, past the deadline of the caller";
+const NOT_TAKEN_BACK: &str = "an error after `linkat` leaves the name behind";
+
+const fn known(times: Times, roles: &'static [&'static str], why: &'static str) -> Known {
+    Known { times, roles, why }
 }
 
 const fn row(
@@ -128,7 +186,7 @@ pub const ROWS: &[Row] = &[
         &[Os],
         &[Os],
     ),
-    interrupted("open"),
+    interrupted("open").known(&[known(Times::Once, OPENING, NOT_RETRIED)]),
     // The directory anew: for its lock, which everything needs, and to announce that pages come back, which nothing needs.
     row(
         "openat(O_DIRECTORY)",
@@ -138,7 +196,7 @@ pub const ROWS: &[Row] = &[
         &[Os, Works],
         &[Os, Works],
     ),
-    interrupted("openat(O_DIRECTORY)"),
+    interrupted("openat(O_DIRECTORY)").known(&[known(Times::Once, OPENING, NOT_RETRIED)]),
     row(
         "openat(O_TMPFILE)",
         &[EOPNOTSUPP, EISDIR, ENOENT, EINVAL, ENOSYS],
@@ -172,7 +230,7 @@ pub const ROWS: &[Row] = &[
         &[Os],
         &[Os],
     ),
-    interrupted("openat(O_TMPFILE)"),
+    interrupted("openat(O_TMPFILE)").known(&[known(Times::Once, CREATING, NOT_RETRIED)]),
     row("openat(O_CREAT)", &[ENOSPC, EDQUOT], &[NoSpace], &[NoSpace]),
     row(
         "openat(O_CREAT)",
@@ -204,9 +262,20 @@ pub const ROWS: &[Row] = &[
         &[Os],
         &[Os],
     ),
-    interrupted("openat(O_CREAT)"),
+    interrupted("openat(O_CREAT)").known(&[known(Times::Once, CREATING, NOT_RETRIED)]),
     // A look at a name. The sweep passes over what it cannot look at.
-    row("openat(O_RDONLY)", &[ENOENT], &[Works], &[Works, Os, TimesOut]),
+    row("openat(O_RDONLY)", &[ENOENT], &[Works], &[Works, Os, TimesOut]).known(&[
+        known(
+            Times::ForEver,
+            OPENING,
+            "looks again for ever, and holds the lock of the directory",
+        ),
+        known(
+            Times::ForEver,
+            CLOSING,
+            "looks again for ever, and holds the lock of the directory",
+        ),
+    ]),
     row(
         "openat(O_RDONLY)",
         &[
@@ -230,7 +299,7 @@ pub const ROWS: &[Row] = &[
         &[Os, Works],
         &[Os, Works],
     ),
-    interrupted("openat(O_RDONLY)"),
+    interrupted("openat(O_RDONLY)").known(&[known(Times::Once, FINDING_A_FILE, NOT_RETRIED)]),
     // A creator opens its file by its name; a joiner opens another's.
     row("openat(O_RDWR)", &[ENOENT, EWOULDBLOCK], &[Works, Os], &[TimesOut, Os]),
     row(
@@ -259,11 +328,14 @@ pub const ROWS: &[Row] = &[
         &[Os],
         &[Os],
     ),
-    interrupted("openat(O_RDWR)"),
+    interrupted("openat(O_RDWR)").known(&[known(Times::Once, OPENING, NOT_RETRIED)]),
     // No /proc, or a sandbox: the file gets its name by renaming.
     row("linkat", &[ENOENT, EXDEV, EPERM, EACCES, EINVAL], &[Works], &[Works]),
     row("linkat", &[EEXIST], &[Works], &[TimesOut]),
-    row("linkat", &[ENOSPC, EDQUOT], &[NoSpace], &[NoSpace]),
+    row("linkat", &[ENOSPC, EDQUOT], &[NoSpace], &[NoSpace]).known(&[
+        known(Times::Once, CREATING, "no room for a name is `Error::Os`"),
+        known(Times::ForEver, CREATING, "no room for a name is `Error::Os`"),
+    ]),
     row(
         "linkat",
         &[EBADF, EFAULT, EIO, ELOOP, EMLINK, ENAMETOOLONG, ENOMEM, ENOTDIR, EROFS],
@@ -271,7 +343,10 @@ pub const ROWS: &[Row] = &[
         &[Os],
     ),
     row("renameat2", &[EEXIST, ENOTEMPTY], &[Works, Os], &[TimesOut, Os]),
-    row("renameat2", &[ENOSPC, EDQUOT], &[NoSpace], &[NoSpace]),
+    row("renameat2", &[ENOSPC, EDQUOT], &[NoSpace], &[NoSpace]).known(&[
+        known(Times::Once, CREATING, "no room for a name is `Error::Os`"),
+        known(Times::ForEver, CREATING, "no room for a name is `Error::Os`"),
+    ]),
     row(
         "renameat2",
         &[
@@ -315,22 +390,50 @@ pub const ROWS: &[Row] = &[
         ],
         &[Works, Os],
         &[Works, Os],
-    ),
+    )
+    .known(&[known(
+        Times::ForEver,
+        &["reclaim", "reclaim_where_leases_are_refused"],
+        "a dead file that cannot be removed is looked at until the deadline, and the error tells another story",
+    )]),
     row("flock(LOCK_EX)", &[EWOULDBLOCK], &[Works], &[Works, TimesOut]),
     row("flock(LOCK_EX)", &[EBADF, EINVAL, ENOLCK], &[Os, Works], &[Os, Works]),
-    interrupted("flock(LOCK_EX)"),
+    interrupted("flock(LOCK_EX)").known(&[
+        known(Times::ForEver, OPENING, NO_DEADLINE),
+        known(Times::ForEver, CLOSING, NO_DEADLINE),
+    ]),
     row("flock(LOCK_SH)", &[EWOULDBLOCK], &[Works], &[Works, TimesOut]),
-    row("flock(LOCK_SH)", &[EBADF, EINVAL, ENOLCK], &[Os], &[Os]),
-    interrupted("flock(LOCK_SH)"),
-    row("flock(LOCK_UN)", &[EBADF, EINVAL, ENOLCK], &[Works], &[Works]),
-    interrupted("flock(LOCK_UN)"),
+    row("flock(LOCK_SH)", &[EBADF, EINVAL, ENOLCK], &[Os], &[Os]).known(&[known(
+        Times::Once,
+        CREATING_UNNAMED,
+        NOT_TAKEN_BACK,
+    )]),
+    interrupted("flock(LOCK_SH)").known(&[known(Times::ForEver, OPENING, NO_DEADLINE)]),
+    // The prober's own lock then keeps it from joining what it has looked at.
+    row("flock(LOCK_UN)", &[EBADF, EINVAL, ENOLCK], &[Works], &[Works, TimesOut]),
+    interrupted("flock(LOCK_UN)").known(&[
+        known(Times::ForEver, OPENING, NO_DEADLINE),
+        known(Times::ForEver, CLOSING, NO_DEADLINE),
+    ]),
     // Announcements: without them everybody does what they do with a file of the original class.
     row(
         "fcntl(F_OFD_SETLK)",
         &[EACCES, EAGAIN, EBADF, EDEADLK, EFAULT, EINTR, EINVAL, ENOLCK],
         &[Works],
         &[Works],
-    ),
+    )
+    .known(&[
+        known(
+            Times::Once,
+            CREATING,
+            "an unlock that fails is ignored: the region stays in preparation, and joiners time out",
+        ),
+        known(
+            Times::ForEver,
+            CREATING,
+            "an unlock that fails is ignored: the region stays in preparation, and joiners time out",
+        ),
+    ]),
     row(
         "fcntl(F_OFD_GETLK)",
         &[EACCES, EBADF, EFAULT, EINTR, EINVAL, ENOLCK],
@@ -355,7 +458,7 @@ pub const ROWS: &[Row] = &[
         &[Os],
         &[Os],
     ),
-    interrupted("fallocate"),
+    interrupted("fallocate").known(&[known(Times::ForEver, OPENING, NO_DEADLINE_BUT_A_CHECKPOINT)]),
     row("posix_fallocate", &[ENOSPC, EFBIG], &[NoSpace], &[NoSpace]),
     row(
         "posix_fallocate",
@@ -363,7 +466,7 @@ pub const ROWS: &[Row] = &[
         &[Os],
         &[Os],
     ),
-    interrupted("posix_fallocate"),
+    interrupted("posix_fallocate").known(&[known(Times::ForEver, OPENING, NO_DEADLINE_BUT_A_CHECKPOINT)]),
     row(
         "fstat",
         &[
@@ -380,7 +483,8 @@ pub const ROWS: &[Row] = &[
         ],
         &[Os, Works],
         &[Os, Works],
-    ),
+    )
+    .known(&[known(Times::Once, CREATING_UNNAMED, NOT_TAKEN_BACK)]),
     // For a moment nothing seems to be there: what follows finds that there is.
     row("fstatat", &[ENOENT], &[Works], &[Works, TimesOut]),
     row(
@@ -412,8 +516,8 @@ pub const ROWS: &[Row] = &[
             ENOMEM,
             ENOTDIR,
         ],
-        &[Os],
-        &[Os],
+        &[Os, Works],
+        &[Os, Works],
     ),
     row(
         "fchmod",
@@ -456,7 +560,7 @@ pub const ROWS: &[Row] = &[
         &[Os],
         &[Os],
     ),
-    interrupted("ftruncate"),
+    interrupted("ftruncate").known(&[known(Times::Once, CREATING, NOT_RETRIED)]),
     row(
         "mmap",
         &[
@@ -468,14 +572,18 @@ pub const ROWS: &[Row] = &[
     // The kernel keeps the mapping then, and nothing can be done about it.
     row("munmap", &[EINVAL], &[Works], &[Works]),
     row("madvise", &[EINVAL], &[Works], &[Works]),
-    row("madvise", &[EAGAIN], &[Works], &[Works, Os, TimesOut]),
+    row("madvise", &[EAGAIN], &[Works], &[Works, Os, TimesOut]).known(&[known(
+        Times::ForEver,
+        OPENING,
+        NO_DEADLINE_BUT_A_CHECKPOINT,
+    )]),
     row(
         "madvise",
         &[EACCES, EBADF, EBUSY, EFAULT, EIO, ENOMEM, EPERM, EHWPOISON],
         &[Os],
         &[Os],
     ),
-    interrupted("madvise"),
+    interrupted("madvise").known(&[known(Times::ForEver, OPENING, NO_DEADLINE_BUT_A_CHECKPOINT)]),
     row(
         "fstatvfs",
         &[
@@ -494,7 +602,7 @@ pub const ROWS: &[Row] = &[
         &[Os],
         &[Os],
     ),
-    interrupted("fstatvfs"),
+    interrupted("fstatvfs").known(&[known(Times::Once, CREATING, NOT_RETRIED)]),
     // What is not known limits nothing, and what cannot be listed is not swept.
     row("sysinfo", &[EFAULT], &[Works], &[Works]),
     row("getrlimit", &[EFAULT, EINVAL, EPERM], &[Works], &[Works]),
