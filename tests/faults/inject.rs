@@ -17,12 +17,13 @@ pub fn shim() -> Option<PathBuf> {
     static SHIM: OnceLock<Option<PathBuf>> = OnceLock::new();
     SHIM.get_or_init(|| {
         let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
-        // Test runs may overlap; each has a library of its own.
-        let library = folder.join(format!("faults_shim_{}.so", std::process::id()));
+        // Test runs may overlap: nobody must find half a library.
+        let unfinished = folder.join(format!("faults_shim_{}.so", std::process::id()));
+        let library = folder.join("faults_shim.so");
         let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/faults_shim.c");
         let compiled = Command::new("cc")
             .args(["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o"])
-            .arg(&library)
+            .arg(&unfinished)
             .args([source, "-ldl"])
             .status();
         match compiled {
@@ -32,6 +33,7 @@ pub fn shim() -> Option<PathBuf> {
             }
             Ok(status) => {
                 assert!(status.success(), "`cc` refused {source}");
+                fs::rename(unfinished, &library).unwrap();
                 Some(library)
             }
         }

@@ -20,8 +20,7 @@ const KEPT: u8 = 0xb5;
 const TIMEOUT: u32 = 60;
 /// Past its timeout an operation may still wait a second for the directory's lock, to take a name away.
 const DEADLINE: Duration = Duration::from_millis(2500);
-/// For what is known to hang.
-const SHORT_DEADLINE: Duration = Duration::from_millis(600);
+const SHORT_DEADLINE: Duration = Duration::from_millis(300);
 const SOON: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,11 +47,24 @@ pub struct Role {
 }
 
 impl Role {
-    /// Which of so many calls fail in turn: all; where each case looks through all of /proc, which takes its time and
-    /// as many calls as there are processes, only the first two.
+    /// Which of so many calls fail in turn: all; where each case looks through all of /proc, which takes its time,
+    /// only the last, when it has looked.
     pub fn which(&self, times: usize) -> std::ops::RangeInclusive<usize> {
-        let is_slow = self.name == "reclaim_where_leases_are_refused";
-        1..=if is_slow { times.min(2) } else { times }
+        let first = if self.looks_through_proc() {
+            times.saturating_sub(3).max(1)
+        } else {
+            1
+        };
+        first..=times
+    }
+
+    fn looks_through_proc(&self) -> bool {
+        self.base.starts_with("fcntl(F_SETLEASE)")
+    }
+
+    /// Does it call that as often the next time? Other processes come and go.
+    pub fn calls_as_often_again(&self, times: usize) -> bool {
+        !self.looks_through_proc() || times < 12
     }
 }
 
@@ -262,8 +274,7 @@ impl<'r> Stage<'r> {
     pub fn fault(&mut self, row: &Row, errno: i32, nth: usize, times: Times, is_known: bool) -> Result<(), String> {
         let word = if times == Times::Once { "once" } else { "for_ever" };
         let rule = format!("{}/{nth}/{word}/{errno}", row.call);
-        let deadline = if is_known { SHORT_DEADLINE } else { DEADLINE };
-        let healthy = self.faulty(row, errno, times, &rule, deadline);
+        let healthy = self.faulty(row, errno, times, &rule, is_known);
         if healthy.is_err() {
             self.start_anew();
         }
@@ -271,7 +282,13 @@ impl<'r> Stage<'r> {
         healthy.map_err(|why| format!("{} {name:?} {times:?} (call {nth}): {why}", row.call))
     }
 
-    fn faulty(&mut self, row: &Row, errno: i32, times: Times, rule: &str, deadline: Duration) -> Result<(), String> {
+    fn faulty(&mut self, row: &Row, errno: i32, times: Times, rule: &str, is_known: bool) -> Result<(), String> {
+        // What is known to hang, or to make others wait, need not be waited for long.
+        let (deadline, patience) = if is_known {
+            (SHORT_DEADLINE, 50)
+        } else {
+            (DEADLINE, 900)
+        };
         self.prepare()?;
         let answer = match self.operate(rule, deadline)? {
             Event::Answer(answer) => answer,
@@ -287,7 +304,7 @@ impl<'r> Stage<'r> {
             Outcome::Works if !self.role.is_closing => {
                 let byte = self.inherited();
                 must(&mut self.victim, &format!("check {byte}"), PATIENCE)?;
-                self.can_be_joined(&answer, byte)?;
+                self.can_be_joined(&answer, byte, patience)?;
             }
             Outcome::Works => {}
             _ => self.has_left_nothing(times)?,
@@ -296,10 +313,10 @@ impl<'r> Stage<'r> {
     }
 
     /// A region that was handed out is everybody's.
-    fn can_be_joined(&mut self, answer: &str, byte: u8) -> Result<(), String> {
+    fn can_be_joined(&mut self, answer: &str, byte: u8, patience: u32) -> Result<(), String> {
         let joined = must(
             &mut self.next,
-            &format!("open {ID} {SHAPE} create_or_join join 900 0"),
+            &format!("open {ID} {SHAPE} create_or_join join {patience} 0"),
             SOON,
         )?;
         let inode = |answer: &str| answer.rsplit(' ').next().map(str::to_owned);
