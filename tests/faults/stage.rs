@@ -5,6 +5,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use nix::libc::EINTR;
+
 use crate::common::Shm;
 use crate::common::process::{Event, PATIENCE, Process};
 use crate::table::{Outcome, Row, Times};
@@ -305,6 +307,10 @@ impl<'r> Stage<'r> {
                 let byte = self.inherited();
                 must(&mut self.victim, &format!("check {byte}"), PATIENCE)?;
                 self.can_be_joined(&answer, byte, patience)?;
+                // Where nothing can be announced, only totals can be compared.
+                if errno == EINTR && times == Times::Once && self.role.before == Before::Nothing {
+                    self.is_refused_to_another_shape()?;
+                }
             }
             Outcome::Works => {}
             _ => self.has_left_nothing(times)?,
@@ -326,6 +332,14 @@ impl<'r> Stage<'r> {
         )?;
         must(&mut self.next, &format!("check {byte}"), PATIENCE)?;
         must(&mut self.next, "close", SOON).map(drop)
+    }
+
+    /// The same total, and another block size.
+    fn is_refused_to_another_shape(&mut self) -> Result<(), String> {
+        let answer = self.next.ask(&format!("open {ID} 63 1024 create_or_join join 900 0"));
+        require(answer.starts_with("err GeometryMismatch"), || {
+            format!("another shape was let in: `{answer}`")
+        })
     }
 
     /// A constructor that failed has taken back what it published, by itself. What fails for ever may keep it from that.
