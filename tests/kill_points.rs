@@ -59,6 +59,25 @@ fn survives_a_stop(role: &Role) {
     world.is_left_empty();
 }
 
+#[test]
+fn a_creator_closes_while_a_joiner_is_stopped() {
+    let world = World::new(roles::named("joiner"));
+    for step in [
+        Step::Lock,
+        Step::Probe,
+        Step::Assess,
+        Step::Attach,
+        Step::Attached,
+        Step::JoinReserve,
+        Step::JoinMap,
+        Step::Opened,
+        Step::CloseFile,
+    ] {
+        world.stopped_while_the_holder_closes(step, 1);
+    }
+    world.is_left_empty();
+}
+
 macro_rules! roles {
     ($($name:ident)*) => {
         $(mod $name {

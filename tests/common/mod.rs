@@ -2,7 +2,7 @@
 //! which the test drives as a [`process::Process`].
 
 #![allow(dead_code)] // each test binary uses a part of it
-#![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing, clippy::expect_used)] // a test fails by panicking
+#![allow(clippy::unwrap_used, clippy::panic, clippy::indexing_slicing)] // a test fails by panicking
 
 pub mod process;
 pub mod worker;

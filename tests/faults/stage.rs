@@ -342,7 +342,8 @@ impl<'r> Stage<'r> {
         })
     }
 
-    /// A constructor that failed has taken back what it published, by itself. What fails for ever may keep it from that.
+    /// A constructor that failed has taken back what it published, by itself.
+    /// What fails for ever may keep it from that.
     fn has_left_nothing(&self, times: Times) -> Result<(), String> {
         // Where somebody else holds it, the name must stay.
         let is_its_own = matches!(self.role.before, Before::Nothing | Before::Dead | Before::DeadOthers);

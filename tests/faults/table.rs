@@ -172,7 +172,7 @@ pub const ROWS: &[Row] = &[
         &[Os],
     ),
     interrupted("open").known(&[known(Times::Once, OPENING, NOT_RETRIED)]),
-    // The directory anew: for its lock, which everything needs, and to announce that pages come back, which nothing needs.
+    // The directory anew: for its lock, which everything needs, and to say that pages come back, which nothing needs.
     row(
         "openat(O_DIRECTORY)",
         &[
@@ -281,10 +281,13 @@ pub const ROWS: &[Row] = &[
     ]),
     // Announcements: without them everybody does what they do with a file of the original class.
     // But a sign that was given must be taken back, or the error must say that it cannot be.
-    row("fcntl(F_OFD_SETLK)", &[EACCES, EAGAIN, EBADF, EDEADLK, EFAULT, EINVAL, ENOLCK], &[Works, Os], &[Works, Os]).known(&[
-        known(Times::Once, CREATING, NOT_UNLOCKED),
-        known(Times::ForEver, CREATING, NOT_UNLOCKED),
-    ]),
+    row(
+        "fcntl(F_OFD_SETLK)",
+        &[EACCES, EAGAIN, EBADF, EDEADLK, EFAULT, EINVAL, ENOLCK],
+        &[Works, Os],
+        &[Works, Os],
+    )
+    .known(&[known(Times::Once, CREATING, NOT_UNLOCKED), known(Times::ForEver, CREATING, NOT_UNLOCKED)]),
     interrupted("fcntl(F_OFD_SETLK)").known(&[known(Times::Once, CREATING, NOT_RETRIED)]),
     row("fcntl(F_OFD_GETLK)", &[EACCES, EBADF, EFAULT, EINTR, EINVAL, ENOLCK], &[Works], &[Works]),
     row("fcntl(F_SETSIG)", &[EBADF, EINVAL, EPERM], &[Works], &[Works]),
@@ -347,7 +350,8 @@ pub const ROWS: &[Row] = &[
     // The kernel keeps the mapping then, and nothing can be done about it.
     row("munmap", &[EINVAL], &[Works], &[Works]),
     row("madvise", &[EINVAL], &[Works], &[Works]),
-    row("madvise", &[EAGAIN], &[Works], &[Works, Os, TimesOut]).known(&[known(Times::ForEver, OPENING, NO_DEADLINE_BUT_A_CHECKPOINT)]),
+    row("madvise", &[EAGAIN], &[Works], &[Works, Os, TimesOut])
+        .known(&[known(Times::ForEver, OPENING, NO_DEADLINE_BUT_A_CHECKPOINT)]),
     row("madvise", &[EACCES, EBADF, EBUSY, EFAULT, EIO, ENOMEM, EPERM, EHWPOISON], &[Os], &[Os]),
     interrupted("madvise").known(&[known(Times::ForEver, OPENING, NO_DEADLINE_BUT_A_CHECKPOINT)]),
     row(

@@ -353,6 +353,27 @@ impl<'r> World<'r> {
         self.close_all(holder, name_is_gone);
     }
 
+    /// The victim is stopped at the step, perhaps with the directory's lock, and the holder closes meanwhile.
+    pub fn stopped_while_the_holder_closes(&self, step: Step, nth: usize) {
+        let _case = Case::new("stopped while the holder closes", self.role, step, nth);
+        let mut holder = self.prepare();
+        let mut victim = self.victim("EC_SHARED_REGION_STOP_AT", step, nth);
+        assert_eq!(
+            self.drive(&mut victim, &mut holder),
+            Event::Stopped,
+            "never reached the step"
+        );
+        let mut holder = holder.unwrap().process;
+        holder.tell("close");
+        // It waits a second for the lock, and then goes without.
+        assert_eq!(holder.answer_within(SOON + SOON), "ok");
+        assert_eq!(self.shm.inode(ID), None, "the creator has left its name behind");
+        victim.go_on();
+        // With the old region, whose name is gone, or with a new one.
+        assert_eq!(self.goes_on(&mut victim), Event::Exited(0));
+        self.close_all(None, true);
+    }
+
     /// The rest of the victim's life, from the step on.
     fn goes_on(&self, victim: &mut Process) -> Event {
         let answer = victim.answer();
