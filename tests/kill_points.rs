@@ -78,6 +78,36 @@ fn a_creator_closes_while_a_joiner_is_stopped() {
     world.is_left_empty();
 }
 
+#[test]
+fn an_original_takes_the_name_while_another_is_stopped() {
+    let joins: [(&str, &[Step]); 3] = [
+        ("creator", &[Step::CheckRoom, Step::Publish, Step::Link, Step::Linked]),
+        (
+            "reclaimer_of_a_larger_file",
+            &[Step::Reclaim, Step::Reclaimed, Step::Link, Step::Linked],
+        ),
+        ("joiner", &[Step::Assess, Step::Attach, Step::Attached]),
+    ];
+    // These have their own region by then, and another has its name.
+    let keeps: [(&str, &[Step]); 3] = [
+        (
+            "creator",
+            &[Step::Reserve, Step::Map, Step::Opened, Step::Close, Step::DropName],
+        ),
+        ("joiner", &[Step::JoinReserve, Step::Close, Step::LastOut]),
+        ("abandoner_with_everything_mapped", &[Step::Abandon]),
+    ];
+    for (cases, then_joins) in [(joins, true), (keeps, false)] {
+        for (name, steps) in cases {
+            let world = World::new(roles::named(name));
+            for &step in steps {
+                world.stopped_while_an_original_takes_the_name(step, 1, then_joins);
+            }
+            world.is_left_empty();
+        }
+    }
+}
+
 macro_rules! roles {
     ($($name:ident)*) => {
         $(mod $name {

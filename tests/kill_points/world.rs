@@ -374,6 +374,39 @@ impl<'r> World<'r> {
         self.close_all(None, true);
     }
 
+    /// While the victim is stopped, a person removes the name, and a process of the original class, which takes no
+    /// lock, gives it to a file of its own. The victim joins that, or ends with what it had, and robs nobody.
+    pub fn stopped_while_an_original_takes_the_name(&self, step: Step, nth: usize, then_joins: bool) {
+        let _case = Case::new("stopped while an original takes the name", self.role, step, nth);
+        let mut holder = self.prepare();
+        let mut victim = self.victim("EC_SHARED_REGION_STOP_AT", step, nth);
+        assert_eq!(
+            self.drive(&mut victim, &mut holder),
+            Event::Stopped,
+            "never reached the step"
+        );
+        let _ = std::fs::remove_file(self.shm.file(ID));
+        let mut original = Process::start(self.shm.path(), []);
+        let inode = inode_of(&original.must(&format!("original {ID}")));
+        original.must(&format!("size {}", self.role.total_bytes()));
+        original.must(&format!("fill {KEPT}"));
+        victim.go_on();
+        if then_joins {
+            assert_eq!(victim.answer(), format!("ok joiner {inode}"));
+            victim.must(&format!("check {KEPT}"));
+            assert_eq!(self.finish(&mut victim), Event::Exited(0));
+        } else {
+            assert_eq!(self.goes_on(&mut victim), Event::Exited(0));
+        }
+        if let Some(holder) = &mut holder {
+            holder.process.must("close");
+        }
+        assert_eq!(self.shm.inode(ID), Some(inode), "a live region was robbed of its name");
+        original.must(&format!("check {KEPT}"));
+        original.must("close");
+        self.close_all(None, true);
+    }
+
     /// The rest of the victim's life, from the step on.
     fn goes_on(&self, victim: &mut Process) -> Event {
         let answer = victim.answer();
