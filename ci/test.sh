@@ -20,6 +20,7 @@ add_lint_of_rust() {
     # Once for each set of features that somebody builds: the core alone, a Rust program with CUDA, the wheel.
     add "clippy (no features)" cargo clippy "${CARGO_FLAGS[@]}" --all-targets -- -D warnings
     add "clippy (cuda)" cargo clippy "${CARGO_FLAGS[@]}" --all-targets --features cuda -- -D warnings
+    add "clippy (kill-points)" cargo clippy "${CARGO_FLAGS[@]}" --all-targets --features kill-points -- -D warnings
     add "clippy (python, cuda)" cargo clippy "${CARGO_FLAGS[@]}" --all-targets --features python,cuda -- -D warnings
     add "rustdoc" env RUSTDOCFLAGS="-D warnings" cargo doc "${CARGO_FLAGS[@]}" --no-deps --features cuda
 }
@@ -28,6 +29,7 @@ add_tests_of_rust() {
     # Never with the feature `python`: an extension module leaves Python's symbols to the interpreter that loads it.
     add "cargo test (no features)" cargo test "${CARGO_FLAGS[@]}"
     add "cargo test (cuda)" cargo test "${CARGO_FLAGS[@]}" --features cuda
+    add "cargo test (kill-points)" cargo test "${CARGO_FLAGS[@]}" --features kill-points --test kill_points
     # One round of each, unoptimised: that they still run, not how fast.
     add "benches as tests" cargo test "${CARGO_FLAGS[@]}" --bench '*'
     local example

@@ -1,0 +1,368 @@
+//! The calls, the errnos that their manual pages name, and what comes of each.
+
+use nix::libc::*;
+
+/// What an operation comes to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Outcome {
+    /// A region, or a region closed: by another way, or at another try.
+    Works,
+    /// `Error::Os` with this errno.
+    Os,
+    /// `Error::NoSpace` with this errno.
+    NoSpace,
+    TimesOut,
+}
+use Outcome::{NoSpace, Os, TimesOut, Works};
+
+impl Outcome {
+    /// From a worker's answer.
+    pub fn of(answer: &str, errno: i32) -> Result<Self, String> {
+        let mut words = answer.split(' ');
+        let outcome = match (words.next(), words.next()) {
+            (Some("ok"), _) => return Ok(Works),
+            (Some("err"), Some("Timeout")) => return Ok(TimesOut),
+            (Some("err"), Some("Os")) => Os,
+            (Some("err"), Some("NoSpace")) => NoSpace,
+            _ => return Err(answer.to_owned()),
+        };
+        let is_same = words.next() == Some(errno.to_string().as_str());
+        if is_same {
+            Ok(outcome)
+        } else {
+            Err(format!("errno {errno} became `{answer}`"))
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Times {
+    Once,
+    ForEver,
+}
+
+#[derive(Debug)]
+pub struct Row {
+    pub call: &'static str,
+    pub errnos: &'static [i32],
+    /// What may come of one failure. More than one where it depends on which of the calls it is.
+    pub once: &'static [Outcome],
+    pub for_ever: &'static [Outcome],
+    pub known: &'static [Known],
+}
+
+/// A fault of the product that is known. The test fails when it is gone, so that the mark goes too.
+#[derive(Debug)]
+pub struct Known {
+    pub times: Times,
+    pub roles: &'static [&'static str],
+    pub why: &'static str,
+}
+
+impl Row {
+    pub fn allowed(&self, times: Times) -> &'static [Outcome] {
+        match times {
+            Times::Once => self.once,
+            Times::ForEver => self.for_ever,
+        }
+    }
+
+    pub fn known_fault(&self, role: &str, times: Times) -> Option<&'static str> {
+        let mark = self
+            .known
+            .iter()
+            .find(|mark| mark.times == times && mark.roles.contains(&role))?;
+        Some(mark.why)
+    }
+
+    const fn known(self, known: &'static [Known]) -> Self {
+        Self { known, ..self }
+    }
+
+    /// A call that never gets through: where that begins says nothing new, and every case costs a deadline.
+    pub fn is_the_same_wherever_it_begins(&self, errno: i32) -> bool {
+        errno == EINTR || errno == EAGAIN || (errno == ENOENT && self.call == "openat(O_RDONLY)")
+    }
+}
+
+const CREATING: &[&str] = &[
+    "create",
+    "create_where_unnamed_files_are_refused",
+    "create_where_links_are_refused",
+    "create_where_fallocate_is_unknown",
+    "create_where_populate_is_unknown",
+    "reclaim",
+    "reclaim_where_leases_are_refused",
+    "sweep",
+];
+const CREATING_UNNAMED: &[&str] = &[
+    "create",
+    "create_where_fallocate_is_unknown",
+    "create_where_populate_is_unknown",
+    "reclaim",
+    "reclaim_where_leases_are_refused",
+    "sweep",
+];
+const RECLAIMING: &[&str] = &["reclaim", "reclaim_where_leases_are_refused"];
+const FINDING_A_FILE: &[&str] = &[
+    "join",
+    "join_an_original",
+    "reclaim",
+    "reclaim_where_leases_are_refused",
+];
+const OPENING: &[&str] = &[
+    "create",
+    "create_where_unnamed_files_are_refused",
+    "create_where_links_are_refused",
+    "create_where_fallocate_is_unknown",
+    "create_where_populate_is_unknown",
+    "reclaim",
+    "reclaim_where_leases_are_refused",
+    "sweep",
+    "join",
+    "join_an_original",
+];
+const CLOSING: &[&str] = &["close_as_creator", "close_as_joiner", "close_as_last_one_out"];
+
+const NOT_RETRIED: &str = "an interrupted call is not called again";
+const NO_DEADLINE: &str = "calls again for ever, past the deadline of the caller and without a checkpoint";
+const NO_DEADLINE_BUT_A_CHECKPOINT: &str = "calls again for ever, past the deadline of the caller";
+const NOT_UNLOCKED: &str = "an unlock that fails is ignored: the region stays in preparation, and joiners time out";
+const NOT_REMOVED: &str =
+    "a dead file that cannot be removed is looked at until the deadline, and the error is another";
+const NO_NAME: &str = "no room for a name is `Error::Os`";
+const SPINS: &str = "looks again for ever, and holds the lock of the directory";
+const NOT_TAKEN_BACK: &str = "an error after `linkat` leaves the name behind";
+
+const fn known(times: Times, roles: &'static [&'static str], why: &'static str) -> Known {
+    Known { times, roles, why }
+}
+
+const fn row(
+    call: &'static str,
+    errnos: &'static [i32],
+    once: &'static [Outcome],
+    for_ever: &'static [Outcome],
+) -> Row {
+    Row {
+        call,
+        errnos,
+        once,
+        for_ever,
+        known: &[],
+    }
+}
+
+/// One interruption is no failure; one after the other ends at the latest with the caller's deadline.
+const fn interrupted(call: &'static str) -> Row {
+    row(call, &[EINTR], &[Works], &[Works, Os, TimesOut])
+}
+
+// An errno that a manual page names for uses of a call that are not ours is in its row all the same.
+#[rustfmt::skip] // errnos in lines: in a column they take a thousand
+pub const ROWS: &[Row] = &[
+    row(
+        "open",
+        &[
+            EACCES, EBADF, EBUSY, EDQUOT, EEXIST, EFAULT, EFBIG, EOVERFLOW, EINVAL, EISDIR, ELOOP, EMFILE,
+            ENAMETOOLONG, ENFILE, ENODEV, ENXIO, ENOENT, ENOMEM, ENOSPC, ENOTDIR, EOPNOTSUPP, EPERM, EROFS, ETXTBSY,
+            EWOULDBLOCK,
+        ],
+        &[Os],
+        &[Os],
+    ),
+    interrupted("open").known(&[known(Times::Once, OPENING, NOT_RETRIED)]),
+    // The directory anew: for its lock, which everything needs, and to say that pages come back, which nothing needs.
+    row(
+        "openat(O_DIRECTORY)",
+        &[
+            EACCES, EBADF, EBUSY, EFAULT, EINVAL, ELOOP, EMFILE, ENFILE, ENODEV, ENOENT, ENOMEM, ENOTDIR, EPERM,
+        ],
+        &[Os, Works],
+        &[Os, Works],
+    ),
+    interrupted("openat(O_DIRECTORY)").known(&[known(Times::Once, OPENING, NOT_RETRIED)]),
+    row("openat(O_TMPFILE)", &[EOPNOTSUPP, EISDIR, ENOENT, EINVAL, ENOSYS], &[Works], &[Works]),
+    row("openat(O_TMPFILE)", &[ENOSPC, EDQUOT], &[NoSpace], &[NoSpace]),
+    row(
+        "openat(O_TMPFILE)",
+        &[
+            EACCES, EBADF, EBUSY, EEXIST, EFAULT, EFBIG, EOVERFLOW, ELOOP, EMFILE, ENAMETOOLONG, ENFILE, ENODEV,
+            ENXIO, ENOMEM, ENOTDIR, EPERM, EROFS, ETXTBSY, EWOULDBLOCK,
+        ],
+        &[Os],
+        &[Os],
+    ),
+    interrupted("openat(O_TMPFILE)").known(&[known(Times::Once, CREATING, NOT_RETRIED)]),
+    row("openat(O_CREAT)", &[ENOSPC, EDQUOT], &[NoSpace], &[NoSpace]),
+    row(
+        "openat(O_CREAT)",
+        &[
+            EACCES, EBADF, EBUSY, EEXIST, EFAULT, EFBIG, EINVAL, EISDIR, ELOOP, EMFILE, ENAMETOOLONG, ENFILE, ENODEV,
+            ENXIO, ENOENT, ENOMEM, ENOTDIR, EOPNOTSUPP, EOVERFLOW, EPERM, EROFS, ETXTBSY, EWOULDBLOCK,
+        ],
+        &[Os],
+        &[Os],
+    ),
+    interrupted("openat(O_CREAT)").known(&[known(Times::Once, CREATING, NOT_RETRIED)]),
+    // A look at a name. The sweep passes over what it cannot look at.
+    row("openat(O_RDONLY)", &[ENOENT], &[Works], &[Works, Os, TimesOut]).known(&[
+        known(Times::ForEver, OPENING, SPINS),
+        known(Times::ForEver, CLOSING, SPINS),
+    ]),
+    row(
+        "openat(O_RDONLY)",
+        &[
+            EACCES, EBADF, EBUSY, EFAULT, EINVAL, ELOOP, EMFILE, ENAMETOOLONG, ENFILE, ENODEV, ENXIO, ENOMEM, ENOTDIR,
+            EOVERFLOW, EPERM, EWOULDBLOCK,
+        ],
+        &[Os, Works],
+        &[Os, Works],
+    ),
+    interrupted("openat(O_RDONLY)").known(&[known(Times::Once, FINDING_A_FILE, NOT_RETRIED)]),
+    // A creator opens its file by its name; a joiner opens another's.
+    row("openat(O_RDWR)", &[ENOENT, EWOULDBLOCK], &[Works, Os], &[TimesOut, Os]),
+    row(
+        "openat(O_RDWR)",
+        &[
+            EACCES, EBADF, EBUSY, EFAULT, EFBIG, EINVAL, EISDIR, ELOOP, EMFILE, ENAMETOOLONG, ENFILE, ENODEV, ENXIO,
+            ENOMEM, ENOTDIR, EOVERFLOW, EPERM, EROFS, ETXTBSY,
+        ],
+        &[Os],
+        &[Os],
+    ),
+    interrupted("openat(O_RDWR)").known(&[known(Times::Once, OPENING, NOT_RETRIED)]),
+    // No /proc, or a sandbox: the file gets its name by renaming.
+    row("linkat", &[ENOENT, EXDEV, EPERM, EACCES, EINVAL], &[Works], &[Works]),
+    row("linkat", &[EEXIST], &[Works], &[TimesOut]),
+    row("linkat", &[ENOSPC, EDQUOT], &[NoSpace], &[NoSpace]).known(&[
+        known(Times::Once, CREATING, NO_NAME),
+        known(Times::ForEver, CREATING, NO_NAME),
+    ]),
+    row("linkat", &[EBADF, EFAULT, EIO, ELOOP, EMLINK, ENAMETOOLONG, ENOMEM, ENOTDIR, EROFS], &[Os], &[Os]),
+    row("renameat2", &[EEXIST, ENOTEMPTY], &[Works, Os], &[TimesOut, Os]),
+    row("renameat2", &[ENOSPC, EDQUOT], &[NoSpace], &[NoSpace]).known(&[
+        known(Times::Once, CREATING, NO_NAME),
+        known(Times::ForEver, CREATING, NO_NAME),
+    ]),
+    row(
+        "renameat2",
+        &[
+            EACCES, EBADF, EBUSY, EFAULT, EINVAL, EISDIR, ELOOP, EMLINK, ENAMETOOLONG, ENOENT, ENOMEM, ENOTDIR, EPERM,
+            EROFS, EXDEV,
+        ],
+        &[Os],
+        &[Os],
+    ),
+    // A dead file that cannot be removed: of the same id an error, of another id somebody else's matter.
+    row("unlinkat", &[ENOENT], &[Works], &[Works, TimesOut]),
+    row(
+        "unlinkat",
+        &[EACCES, EBADF, EBUSY, EFAULT, EINVAL, EIO, EISDIR, ELOOP, ENAMETOOLONG, ENOMEM, ENOTDIR, EPERM, EROFS],
+        &[Works, Os],
+        &[Works, Os],
+    )
+    .known(&[known(Times::ForEver, RECLAIMING, NOT_REMOVED)]),
+    row("flock(LOCK_EX)", &[EWOULDBLOCK], &[Works], &[Works, TimesOut]),
+    row("flock(LOCK_EX)", &[EBADF, EINVAL, ENOLCK], &[Os, Works], &[Os, Works]),
+    interrupted("flock(LOCK_EX)").known(&[
+        known(Times::ForEver, OPENING, NO_DEADLINE),
+        known(Times::ForEver, CLOSING, NO_DEADLINE),
+    ]),
+    row("flock(LOCK_SH)", &[EWOULDBLOCK], &[Works], &[Works, TimesOut]),
+    row("flock(LOCK_SH)", &[EBADF, EINVAL, ENOLCK], &[Os], &[Os])
+        .known(&[known(Times::Once, CREATING_UNNAMED, NOT_TAKEN_BACK)]),
+    interrupted("flock(LOCK_SH)").known(&[known(Times::ForEver, OPENING, NO_DEADLINE)]),
+    // The prober's own lock then keeps it from joining what it has looked at.
+    row("flock(LOCK_UN)", &[EBADF, EINVAL, ENOLCK], &[Works], &[Works, TimesOut]),
+    interrupted("flock(LOCK_UN)").known(&[
+        known(Times::ForEver, OPENING, NO_DEADLINE),
+        known(Times::ForEver, CLOSING, NO_DEADLINE),
+    ]),
+    // Announcements: without them everybody does what they do with a file of the original class.
+    // But a sign that was given must be taken back, or the error must say that it cannot be.
+    row(
+        "fcntl(F_OFD_SETLK)",
+        &[EACCES, EAGAIN, EBADF, EDEADLK, EFAULT, EINVAL, ENOLCK],
+        &[Works, Os],
+        &[Works, Os],
+    )
+    .known(&[known(Times::Once, CREATING, NOT_UNLOCKED), known(Times::ForEver, CREATING, NOT_UNLOCKED)]),
+    interrupted("fcntl(F_OFD_SETLK)").known(&[known(Times::Once, CREATING, NOT_RETRIED)]),
+    row("fcntl(F_OFD_GETLK)", &[EACCES, EBADF, EFAULT, EINTR, EINVAL, ENOLCK], &[Works], &[Works]),
+    row("fcntl(F_SETSIG)", &[EBADF, EINVAL, EPERM], &[Works], &[Works]),
+    // EAGAIN says that somebody has the file open for writing.
+    row("fcntl(F_SETLEASE)", &[EAGAIN], &[Works], &[Works, TimesOut]),
+    row("fcntl(F_SETLEASE)", &[EACCES, EBADF, EINTR, EINVAL, ENOLCK, ENOMEM, EPERM], &[Works], &[Works]),
+    row("fallocate", &[ENOSPC, EDQUOT, EFBIG], &[NoSpace], &[NoSpace]),
+    row("fallocate", &[ENOMEM], &[Works], &[NoSpace]),
+    row("fallocate", &[EOPNOTSUPP, ENOSYS], &[Works], &[Works]),
+    row("fallocate", &[EBADF, EINVAL, EIO, ENODEV, EPERM, ESPIPE, ETXTBSY], &[Os], &[Os]),
+    interrupted("fallocate").known(&[known(Times::ForEver, OPENING, NO_DEADLINE_BUT_A_CHECKPOINT)]),
+    row("posix_fallocate", &[ENOSPC, EFBIG], &[NoSpace], &[NoSpace]),
+    row("posix_fallocate", &[EBADF, EINVAL, ENODEV, EOPNOTSUPP, ESPIPE], &[Os], &[Os]),
+    interrupted("posix_fallocate").known(&[known(Times::ForEver, OPENING, NO_DEADLINE_BUT_A_CHECKPOINT)]),
+    row(
+        "fstat",
+        &[EACCES, EBADF, EFAULT, EINVAL, ELOOP, ENAMETOOLONG, ENOENT, ENOMEM, ENOTDIR, EOVERFLOW],
+        &[Os, Works],
+        &[Os, Works],
+    )
+    .known(&[known(Times::Once, CREATING_UNNAMED, NOT_TAKEN_BACK)]),
+    // For a moment nothing seems to be there: what follows finds that there is.
+    row("fstatat", &[ENOENT], &[Works], &[Works, TimesOut]),
+    row(
+        "fstatat",
+        &[EACCES, EBADF, EFAULT, EINVAL, ELOOP, ENAMETOOLONG, ENOMEM, ENOTDIR, EOVERFLOW],
+        &[Os, Works],
+        &[Os, Works],
+    ),
+    row(
+        "statx",
+        &[EACCES, EBADF, EFAULT, EINVAL, ELOOP, ENAMETOOLONG, ENOENT, ENOMEM, ENOTDIR],
+        &[Os, Works],
+        &[Os, Works],
+    ),
+    row(
+        "fchmod",
+        &[EACCES, EBADF, EFAULT, EINVAL, EIO, ELOOP, ENAMETOOLONG, ENOENT, ENOMEM, ENOTDIR, ENOTSUP, EPERM, EROFS],
+        &[Os],
+        &[Os],
+    ),
+    row(
+        "ftruncate",
+        &[
+            EACCES, EBADF, EFAULT, EFBIG, EINVAL, EIO, EISDIR, ELOOP, ENAMETOOLONG, ENOENT, ENOTDIR, EPERM, EROFS,
+            ETXTBSY,
+        ],
+        &[Os],
+        &[Os],
+    ),
+    interrupted("ftruncate").known(&[known(Times::Once, CREATING, NOT_RETRIED)]),
+    row(
+        "mmap",
+        &[
+            EACCES, EAGAIN, EBADF, EEXIST, EINVAL, ENFILE, ENOEXEC, ENODEV, ENOMEM, EOVERFLOW, EPERM, ETXTBSY,
+        ],
+        &[Os],
+        &[Os],
+    ),
+    // The kernel keeps the mapping then, and nothing can be done about it.
+    row("munmap", &[EINVAL], &[Works], &[Works]),
+    row("madvise", &[EINVAL], &[Works], &[Works]),
+    row("madvise", &[EAGAIN], &[Works], &[Works, Os, TimesOut])
+        .known(&[known(Times::ForEver, OPENING, NO_DEADLINE_BUT_A_CHECKPOINT)]),
+    row("madvise", &[EACCES, EBADF, EBUSY, EFAULT, EIO, ENOMEM, EPERM, EHWPOISON], &[Os], &[Os]),
+    interrupted("madvise").known(&[known(Times::ForEver, OPENING, NO_DEADLINE_BUT_A_CHECKPOINT)]),
+    row(
+        "fstatvfs",
+        &[EACCES, EBADF, EFAULT, EIO, ELOOP, ENAMETOOLONG, ENOENT, ENOMEM, ENOSYS, ENOTDIR, EOVERFLOW],
+        &[Os],
+        &[Os],
+    ),
+    interrupted("fstatvfs").known(&[known(Times::Once, CREATING, NOT_RETRIED)]),
+    // What is not known limits nothing, and what cannot be listed is not swept.
+    row("sysinfo", &[EFAULT], &[Works], &[Works]),
+    row("getrlimit", &[EFAULT, EINVAL, EPERM], &[Works], &[Works]),
+    row("opendir", &[EACCES, EBADF, EMFILE, ENFILE, ENOENT, ENOMEM, ENOTDIR], &[Works], &[Works]),
+];

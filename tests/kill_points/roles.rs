@@ -1,0 +1,377 @@
+//! The roles, and the steps that each reaches: an explicit table, which the tests prove complete.
+
+use ec_shared_region::mapping::page_bytes;
+use ec_shared_region::step::Step::{self, *};
+
+/// What is there before the victim comes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Before {
+    Nothing,
+    /// A creator of ours, which holds the region.
+    Creator,
+    /// A creator of ours that is stopped while it reserves.
+    StoppedCreator,
+    /// A process of the original class, whose file has its size and no pages.
+    Original,
+    /// One that has not sized its file yet.
+    UnsizedOriginal,
+    /// A dead file of the same id with this part of the size, in percent.
+    Dead(usize),
+    /// Dead files of two other ids.
+    DeadOthers,
+}
+
+/// What happens between the victim's opening and its closing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Between {
+    Nothing,
+    AnotherJoins,
+    TheHolderIsKilled,
+}
+
+/// Which steps are tried that are not in the table, to see that it is complete.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Complete {
+    All,
+    /// The others, and all but the last time of these, are those of another role.
+    LastOfTheTable,
+    /// How often a process that waits looks is not determined: it dies at the third look, and goes no further.
+    ThirdLookOnly,
+}
+
+#[derive(Debug)]
+pub struct Role {
+    pub name: &'static str,
+    pub before: Before,
+    pub between: Between,
+    /// Blocks and the size of one, in pages.
+    pub blocks: usize,
+    pub block_pages: usize,
+    /// The checkpoint at which the victim is asked to stop opening, which makes it undo all.
+    pub interrupted_at: usize,
+    /// The registration that the device refuses.
+    pub refused_at: usize,
+    pub complete: Complete,
+    /// How often each is reached by a victim that opens, pins and closes.
+    pub steps: &'static [(Step, usize)],
+}
+
+const USUAL: Role = Role {
+    name: "",
+    before: Before::Nothing,
+    between: Between::Nothing,
+    blocks: 8,
+    block_pages: 1,
+    interrupted_at: 0,
+    refused_at: 0,
+    complete: Complete::All,
+    steps: &[],
+};
+
+/// 66 MiB where a page has 4 KiB: two pieces to reserve, five to map ahead.
+const LARGE: Role = Role {
+    blocks: 66,
+    block_pages: 256,
+    complete: Complete::LastOfTheTable,
+    ..USUAL
+};
+
+// `lock` and `probe` count the neighbour too, whom whoever sweeps looks at.
+pub const ROLES: &[Role] = &[
+    Role {
+        name: "creator",
+        steps: &[
+            (Lock, 4),
+            (Probe, 3),
+            (CheckRoom, 1),
+            (Publish, 1),
+            (Link, 1),
+            (Linked, 1),
+            (Reserve, 1),
+            (Map, 1),
+            (EndPreparing, 1),
+            (MapAhead, 1),
+            (Opened, 1),
+            (Register, 3),
+            (Close, 1),
+            (DropName, 1),
+            (Unregister, 1),
+            (Unmap, 1),
+            (CloseFile, 1),
+        ],
+        ..USUAL
+    },
+    Role {
+        name: "creator_of_a_large_region",
+        steps: &[(Reserve, 2), (MapAhead, 5)],
+        ..LARGE
+    },
+    Role {
+        name: "joiner",
+        before: Before::Creator,
+        steps: &[
+            (Lock, 2),
+            (Probe, 2),
+            (Assess, 1),
+            (Attach, 1),
+            (Attached, 1),
+            (JoinReserve, 1),
+            (JoinMap, 1),
+            (MapAhead, 1),
+            (Opened, 1),
+            (Register, 3),
+            (Close, 1),
+            (Unregister, 1),
+            (Unmap, 1),
+            (CloseFile, 1),
+            (LastOut, 1),
+        ],
+        ..USUAL
+    },
+    Role {
+        name: "joiner_of_a_large_region",
+        before: Before::Creator,
+        steps: &[(MapAhead, 5)],
+        ..LARGE
+    },
+    Role {
+        name: "joiner_that_waits",
+        before: Before::StoppedCreator,
+        complete: Complete::ThirdLookOnly,
+        steps: &[(Lock, 3), (Probe, 3), (Assess, 3)],
+        ..USUAL
+    },
+    Role {
+        name: "joiner_of_an_original",
+        before: Before::Original,
+        steps: &[
+            (Lock, 2),
+            (Probe, 2),
+            (Assess, 1),
+            (Attach, 1),
+            (Attached, 1),
+            (JoinReserve, 1),
+            (Reserve, 1),
+            (JoinMap, 1),
+            (MapAhead, 1),
+            (Opened, 1),
+            (Register, 3),
+            (Close, 1),
+            (Unregister, 1),
+            (Unmap, 1),
+            (CloseFile, 1),
+            (LastOut, 1),
+        ],
+        ..USUAL
+    },
+    Role {
+        name: "joiner_of_a_large_original",
+        before: Before::Original,
+        steps: &[(Reserve, 2), (MapAhead, 5)],
+        ..LARGE
+    },
+    Role {
+        name: "joiner_that_waits_for_an_original",
+        before: Before::UnsizedOriginal,
+        complete: Complete::ThirdLookOnly,
+        steps: &[(Lock, 3), (Probe, 3), (Assess, 3)],
+        ..USUAL
+    },
+    Role {
+        name: "reclaimer_of_a_smaller_file",
+        before: Before::Dead(30),
+        steps: RECLAIMER,
+        ..USUAL
+    },
+    Role {
+        name: "reclaimer_of_a_larger_file",
+        before: Before::Dead(250),
+        steps: RECLAIMER,
+        ..USUAL
+    },
+    Role {
+        name: "sweeper",
+        before: Before::DeadOthers,
+        steps: &[
+            (Lock, 6),
+            (Probe, 5),
+            (Reclaim, 2),
+            (Reclaimed, 2),
+            (CheckRoom, 1),
+            (Publish, 1),
+            (Link, 1),
+            (Linked, 1),
+            (Reserve, 1),
+            (Map, 1),
+            (EndPreparing, 1),
+            (MapAhead, 1),
+            (Opened, 1),
+            (Register, 3),
+            (Close, 1),
+            (DropName, 1),
+            (Unregister, 1),
+            (Unmap, 1),
+            (CloseFile, 1),
+        ],
+        ..USUAL
+    },
+    Role {
+        name: "closer_as_creator_with_a_joiner",
+        between: Between::AnotherJoins,
+        complete: Complete::LastOfTheTable,
+        steps: &[
+            (Lock, 4),
+            (Close, 1),
+            (DropName, 1),
+            (Unregister, 1),
+            (Unmap, 1),
+            (CloseFile, 1),
+        ],
+        ..USUAL
+    },
+    Role {
+        name: "closer_as_last_one_out",
+        before: Before::Creator,
+        between: Between::TheHolderIsKilled,
+        complete: Complete::LastOfTheTable,
+        steps: &[
+            (Register, 3),
+            (Close, 1),
+            (Unregister, 1),
+            (Unmap, 1),
+            (CloseFile, 1),
+            (LastOut, 1),
+            (Lock, 2),
+            (Probe, 2),
+            (Reclaim, 1),
+            (Reclaimed, 1),
+        ],
+        ..USUAL
+    },
+    Role {
+        name: "abandoner_before_a_byte_is_reserved",
+        interrupted_at: 4,
+        steps: &[
+            (Lock, 4),
+            (Probe, 3),
+            (CheckRoom, 1),
+            (Publish, 1),
+            (Link, 1),
+            (Linked, 1),
+            (Abandon, 1),
+        ],
+        ..USUAL
+    },
+    Role {
+        name: "abandoner_with_everything_mapped",
+        interrupted_at: 5,
+        steps: &[
+            (Lock, 4),
+            (Probe, 3),
+            (CheckRoom, 1),
+            (Publish, 1),
+            (Link, 1),
+            (Linked, 1),
+            (Reserve, 1),
+            (Map, 1),
+            (EndPreparing, 1),
+            (Abandon, 1),
+        ],
+        ..USUAL
+    },
+    Role {
+        name: "creator_whose_pages_are_refused",
+        refused_at: 3,
+        complete: Complete::LastOfTheTable,
+        steps: &[(Register, 3), (Rollback, 1), (Close, 1), (Unregister, 1)],
+        ..USUAL
+    },
+    Role {
+        name: "joiner_whose_pages_are_refused",
+        before: Before::Creator,
+        refused_at: 3,
+        complete: Complete::LastOfTheTable,
+        steps: &[(Register, 3), (Rollback, 1), (Close, 1), (Unregister, 1)],
+        ..USUAL
+    },
+];
+
+const RECLAIMER: &[(Step, usize)] = &[
+    (Lock, 5),
+    (Probe, 4),
+    (Reclaim, 1),
+    (Reclaimed, 1),
+    (CheckRoom, 1),
+    (Publish, 1),
+    (Link, 1),
+    (Linked, 1),
+    (Reserve, 1),
+    (Map, 1),
+    (EndPreparing, 1),
+    (MapAhead, 1),
+    (Opened, 1),
+    (Register, 3),
+    (Close, 1),
+    (DropName, 1),
+    (Unregister, 1),
+    (Unmap, 1),
+    (CloseFile, 1),
+];
+
+pub fn named(name: &str) -> &'static Role {
+    ROLES.iter().find(|role| role.name == name).unwrap()
+}
+
+impl Role {
+    /// Every step and occurrence at which a victim in this role dies.
+    pub fn places(&self) -> Vec<(Step, usize)> {
+        let is_last_only = self.complete != Complete::All;
+        self.steps
+            .iter()
+            .flat_map(|&(step, times)| (if is_last_only { times } else { 1 }..=times).map(move |nth| (step, nth)))
+            .collect()
+    }
+
+    /// What a victim in this role must get past.
+    pub fn not_reached(&self) -> Vec<(Step, usize)> {
+        let once_more = |step: Step| {
+            let listed = self.steps.iter().find(|(listed, _)| *listed == step);
+            listed.map_or(1, |(_, times)| times + 1)
+        };
+        match self.complete {
+            Complete::All => Step::ALL.iter().map(|&step| (step, once_more(step))).collect(),
+            Complete::LastOfTheTable => self.steps.iter().map(|&(step, times)| (step, times + 1)).collect(),
+            Complete::ThirdLookOnly => Vec::new(),
+        }
+    }
+
+    /// The shapes that the next constructor asks for: while somebody lives there is only one that it gets.
+    pub fn next_blocks(&self) -> Vec<usize> {
+        match (self.before, self.between) {
+            (Before::Nothing | Before::Dead(_) | Before::DeadOthers, Between::Nothing)
+            | (_, Between::TheHolderIsKilled)
+                if !self.is_large() =>
+            {
+                vec![self.blocks, self.blocks / 2, self.blocks * 2]
+            }
+            _ => vec![self.blocks],
+        }
+    }
+
+    pub fn is_large(&self) -> bool {
+        self.block_pages > 1
+    }
+
+    pub fn block_size_bytes(&self) -> usize {
+        self.block_pages * page_bytes()
+    }
+
+    pub fn total_bytes(&self) -> usize {
+        self.blocks * self.block_size_bytes()
+    }
+
+    /// Does the victim, killed there, leave a live region whose name it has taken away?
+    pub fn has_dropped_the_name(&self, step: Step) -> bool {
+        self.between == Between::AnotherJoins && matches!(step, Unregister | Unmap | CloseFile)
+    }
+}

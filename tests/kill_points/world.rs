@@ -1,0 +1,448 @@
+//! One role at a time: the processes around the victim, and what must hold for them.
+
+use std::cell::RefCell;
+use std::time::{Duration, Instant};
+
+use ec_shared_region::step::Step;
+
+use crate::common::Shm;
+use crate::common::process::{Event, PATIENCE, Process};
+use crate::roles::{Before, Between, Role};
+
+const ID: &str = "a";
+const NEIGHBOUR: &str = "neighbour";
+/// What those who live have written.
+const KEPT: u8 = 0xb5;
+/// "At once", and "in under a second".
+const SOON: Duration = Duration::from_secs(1);
+/// How long others wait for somebody who is stopped.
+const SHORT: Duration = Duration::from_millis(120);
+
+pub struct World<'r> {
+    role: &'r Role,
+    shm: Shm,
+    neighbour: RefCell<Process>,
+    neighbour_inode: u64,
+    /// Constructors that come after the victim: workers that serve all cases of a role.
+    next: RefCell<Process>,
+    waiter: RefCell<Process>,
+}
+
+/// A region that somebody lives in.
+#[derive(Debug, Clone, Copy)]
+struct Live {
+    inode: u64,
+    byte: u8,
+}
+
+/// Who holds the region beside the victim.
+struct Holder {
+    process: Process,
+    /// Unknown while it is stopped in its constructor.
+    inode: Option<u64>,
+}
+
+fn inode_of(opened: &str) -> u64 {
+    opened.rsplit(' ').next().unwrap().parse().unwrap()
+}
+
+impl<'r> World<'r> {
+    pub fn new(role: &'r Role) -> Self {
+        let shm = Shm::new();
+        let start = || RefCell::new(Process::start(shm.path(), []));
+        let (neighbour, next, waiter) = (start(), start(), start());
+        let opened = neighbour
+            .borrow_mut()
+            .must(&format!("open {NEIGHBOUR} 3 7168 create create 1000 0"));
+        neighbour.borrow_mut().must(&format!("fill {KEPT}"));
+        Self {
+            role,
+            neighbour_inode: inode_of(&opened),
+            neighbour,
+            next,
+            waiter,
+            shm,
+        }
+    }
+
+    fn open(&self, blocks: usize, timeout: Duration) -> String {
+        let size = self.role.block_size_bytes();
+        let millis = timeout.as_millis();
+        // Who joins maps ahead too, so that the step is reached in that role.
+        format!("open {ID} {blocks} {size} create_or_join join {millis} 0")
+    }
+
+    fn victim(&self, variable: &'static str, step: Step, nth: usize) -> Process {
+        Process::start(self.shm.path(), [(variable, format!("{}:{nth}", step.name()))])
+    }
+
+    /// What is there before the victim comes.
+    fn prepare(&self) -> Option<Holder> {
+        let holder = |process, inode| Some(Holder { process, inode });
+        match self.role.before {
+            Before::Nothing => None,
+            Before::Dead(percent) => {
+                self.shm.leave_dead(ID, self.role.total_bytes() * percent / 100);
+                None
+            }
+            Before::DeadOthers => {
+                self.shm.leave_dead("dead1", 5000);
+                self.shm.leave_dead("dead2", 50_000);
+                None
+            }
+            Before::Creator => {
+                let mut process = Process::start(self.shm.path(), []);
+                let inode = inode_of(&process.must(&self.open(self.role.blocks, PATIENCE)));
+                process.must(&format!("fill {KEPT}"));
+                holder(process, Some(inode))
+            }
+            Before::StoppedCreator => {
+                let mut process = self.victim("EC_SHARED_REGION_STOP_AT", Step::Reserve, 1);
+                process.tell(&self.open(self.role.blocks, PATIENCE));
+                assert_eq!(process.event(PATIENCE), Event::Stopped);
+                holder(process, None)
+            }
+            Before::Original | Before::UnsizedOriginal => {
+                let mut process = Process::start(self.shm.path(), []);
+                let inode = inode_of(&process.must(&format!("original {ID}")));
+                if self.role.before == Before::Original {
+                    process.must(&format!("size {}", self.role.total_bytes()));
+                }
+                holder(process, Some(inode))
+            }
+        }
+    }
+
+    /// Lets a holder that was waited for get on with it.
+    fn release(&self, holder: &mut Option<Holder>) {
+        let Some(holder) = holder else { return };
+        match self.role.before {
+            Before::StoppedCreator => {
+                holder.process.go_on();
+                let answer = holder.process.answer();
+                assert!(answer.starts_with("ok creator"), "{answer}");
+                holder.inode = Some(inode_of(&answer));
+            }
+            Before::UnsizedOriginal => {
+                holder.process.must(&format!("size {}", self.role.total_bytes()));
+            }
+            Before::Original => {}
+            _ => return,
+        }
+        holder.process.must(&format!("fill {KEPT}"));
+    }
+
+    /// Lets the victim open, pin and close until something else happens than an answer.
+    fn drive(&self, victim: &mut Process, holder: &mut Option<Holder>) -> Event {
+        let (size, blocks) = (self.role.block_size_bytes(), self.role.blocks);
+        let millis = PATIENCE.as_millis();
+        let interrupted_at = self.role.interrupted_at;
+        victim.tell(&format!(
+            "open {ID} {blocks} {size} create_or_join join {millis} {interrupted_at}"
+        ));
+        match self.opened(victim) {
+            Some(event) => return event,
+            None if interrupted_at > 0 => return Event::Exited(0),
+            None => {}
+        }
+        match self.role.between {
+            Between::Nothing => {}
+            Between::AnotherJoins => {
+                let mut process = Process::start(self.shm.path(), []);
+                let inode = inode_of(&process.must(&self.open(blocks, PATIENCE)));
+                process.must(&format!("fill {KEPT}"));
+                *holder = Some(Holder {
+                    process,
+                    inode: Some(inode),
+                });
+            }
+            Between::TheHolderIsKilled => holder.take().unwrap().process.kill(),
+        }
+        self.finish(victim)
+    }
+
+    /// The victim's answer to `open`: `None` if it was the right one.
+    fn opened(&self, victim: &mut Process) -> Option<Event> {
+        match victim.event(PATIENCE) {
+            Event::Answer(answer) => {
+                let expected = if self.role.interrupted_at > 0 {
+                    "err Interrupted"
+                } else {
+                    "ok"
+                };
+                assert!(answer.starts_with(expected), "{answer}");
+                None
+            }
+            event => Some(event),
+        }
+    }
+
+    /// Pins and closes.
+    fn finish(&self, victim: &mut Process) -> Event {
+        victim.tell(&format!("pin {}", self.role.refused_at));
+        match victim.event(PATIENCE) {
+            Event::Answer(answer) => {
+                let expected = if self.role.refused_at > 0 { "err Pin" } else { "ok 3" };
+                // A large region has other pieces; its pinning is that of the small one.
+                assert!(answer.starts_with(expected) || self.role.is_large(), "{answer}");
+            }
+            event => return event,
+        }
+        victim.tell("close");
+        match victim.event(PATIENCE) {
+            Event::Answer(answer) => {
+                assert_eq!(answer, "ok");
+                Event::Exited(0)
+            }
+            event => event,
+        }
+    }
+
+    fn keeps_its_bytes(&self, holder: &mut Holder, name_is_gone: bool) {
+        if !name_is_gone {
+            assert_eq!(self.shm.inode(ID), holder.inode, "a live region was robbed of its name");
+        }
+        holder.process.must(&format!("check {KEPT}"));
+    }
+
+    /// After the victim: the holder and the neighbour have lost nothing, and when all have closed nothing is left.
+    fn close_all(&self, mut holder: Option<Holder>, name_is_gone: bool) {
+        if let Some(holder) = &mut holder {
+            self.keeps_its_bytes(holder, name_is_gone);
+            holder.process.must("close");
+        }
+        self.waiter.borrow_mut().must("close");
+        self.next.borrow_mut().must("close");
+        assert_eq!(self.shm.inode(NEIGHBOUR), Some(self.neighbour_inode));
+        self.neighbour.borrow_mut().must(&format!("check {KEPT}"));
+        assert_eq!(self.shm.names(), [format!("vllm_ec_{NEIGHBOUR}.mmap")]);
+    }
+
+    pub fn is_left_empty(&self) {
+        self.neighbour.borrow_mut().must("close");
+        assert_eq!(self.shm.names(), [""; 0]);
+    }
+
+    /// What the next constructor must find: the region of the holder, unless its name is gone for good.
+    fn live(holder: Option<&Holder>, name_is_gone: bool) -> Option<Live> {
+        let inode = holder.filter(|_| !name_is_gone)?.inode?;
+        Some(Live { inode, byte: KEPT })
+    }
+
+    /// A constructor in `process` is answered soon: with the region of those who live, or else with zeroes.
+    #[track_caller]
+    fn has_opened(&self, process: &RefCell<Process>, live: Option<Live>) -> Live {
+        self.has_opened_or_joined(process, live, None)
+    }
+
+    /// The same for a constructor that was there before the victim died: it may have joined the victim's region.
+    #[track_caller]
+    fn has_opened_or_joined(&self, process: &RefCell<Process>, live: Option<Live>, victims: Option<Live>) -> Live {
+        let mut process = process.borrow_mut();
+        let answer = process.answer_within(SOON);
+        let opened = answer.strip_prefix("ok ").unwrap_or_else(|| panic!("{answer}"));
+        let inode = inode_of(opened);
+        let found = match live {
+            Some(live) => {
+                assert_eq!(inode, live.inode, "a twin of a live region: {opened}");
+                assert!(opened.starts_with("joiner"), "{opened}");
+                live
+            }
+            None if opened.starts_with("creator") => Live { inode, byte: 0 },
+            None => {
+                let victims = victims.unwrap_or_else(|| panic!("joined the dead: {opened}"));
+                assert_eq!(inode, victims.inode);
+                victims
+            }
+        };
+        process.must(&format!("check {}", found.byte));
+        assert_eq!(self.shm.inode(ID), Some(inode));
+        found
+    }
+
+    /// The victim gets past a step that its role does not reach.
+    pub fn runs_unharmed(&self, step: Step, nth: usize) {
+        let _case = Case::new("unharmed", self.role, step, nth);
+        let mut holder = self.prepare();
+        let mut victim = self.victim("EC_SHARED_REGION_KILL_AT", step, nth);
+        let end = self.drive(&mut victim, &mut holder);
+        assert_eq!(end, Event::Exited(0), "reached a step that is not in its table");
+        let name_is_gone = self.role.between == Between::AnotherJoins;
+        self.release(&mut holder);
+        self.close_all(holder, name_is_gone);
+    }
+
+    /// The victim kills itself at the step, and then the next constructor comes.
+    pub fn killed_then_next(&self, step: Step, nth: usize, blocks: usize) {
+        let _case = Case::new(&format!("killed, then {blocks} blocks"), self.role, step, nth);
+        let mut holder = self.prepare();
+        let mut victim = self.victim("EC_SHARED_REGION_KILL_AT", step, nth);
+        let end = self.drive(&mut victim, &mut holder);
+        assert_eq!(end, Event::Killed(9), "never reached the step");
+        self.release(&mut holder);
+        let name_is_gone = self.role.has_dropped_the_name(step);
+        if let Some(holder) = &mut holder {
+            self.keeps_its_bytes(holder, name_is_gone);
+        }
+        self.next.borrow_mut().tell(&self.open(blocks, PATIENCE));
+        let live = self.has_opened(&self.next, Self::live(holder.as_ref(), name_is_gone));
+        self.waiter.borrow_mut().tell(&self.open(blocks, PATIENCE));
+        self.has_opened(&self.waiter, Some(live));
+        self.close_all(holder, name_is_gone);
+    }
+
+    /// The victim is stopped at the step, another waits for it, and then it is killed.
+    pub fn killed_while_another_waits(&self, step: Step, nth: usize) {
+        let _case = Case::new("killed while another waits", self.role, step, nth);
+        let mut holder = self.prepare();
+        let mut victim = self.victim("EC_SHARED_REGION_STOP_AT", step, nth);
+        let end = self.drive(&mut victim, &mut holder);
+        assert_eq!(end, Event::Stopped, "never reached the step");
+        // Only a holder has written anything, and where it was killed the victim's region is that of the holder.
+        let byte = if self.role.between == Between::TheHolderIsKilled {
+            KEPT
+        } else {
+            0
+        };
+        let victims = self.shm.inode(ID).map(|inode| Live { inode, byte });
+        self.waiter.borrow_mut().tell(&self.open(self.role.blocks, PATIENCE));
+        std::thread::sleep(Duration::from_millis(10)); // some looks; where it need not wait it is done by now
+        victim.kill();
+        self.release(&mut holder);
+        let name_is_gone = self.role.has_dropped_the_name(step);
+        let live = Self::live(holder.as_ref(), name_is_gone);
+        let live = self.has_opened_or_joined(&self.waiter, live, victims);
+        self.next.borrow_mut().tell(&self.open(self.role.blocks, PATIENCE));
+        self.has_opened(&self.next, Some(live));
+        self.close_all(holder, name_is_gone);
+    }
+
+    /// The victim is stopped at the step: others get their region, or an error by their deadline; then it goes on.
+    pub fn stopped_and_continued(&self, step: Step, nth: usize) {
+        let _case = Case::new("stopped", self.role, step, nth);
+        let mut holder = self.prepare();
+        let mut victim = self.victim("EC_SHARED_REGION_STOP_AT", step, nth);
+        let end = self.drive(&mut victim, &mut holder);
+        assert_eq!(end, Event::Stopped, "never reached the step");
+
+        let began = Instant::now();
+        self.waiter.borrow_mut().tell(&self.open(self.role.blocks, SHORT));
+        let answer = self.waiter.borrow_mut().answer();
+        assert!(
+            began.elapsed() < SHORT + SOON,
+            "past its deadline: {:?}",
+            began.elapsed()
+        );
+        assert!(
+            answer.starts_with("ok ") || answer.starts_with("err Timeout"),
+            "{answer}"
+        );
+
+        victim.go_on();
+        self.release(&mut holder);
+        let ended = self.goes_on(&mut victim);
+        assert_eq!(ended, Event::Exited(0));
+        if answer.starts_with("ok creator") {
+            assert_eq!(self.shm.inode(ID), Some(inode_of(&answer)), "the stopped one robbed it");
+        }
+        self.waiter.borrow_mut().must("close");
+        // A joiner whose creator has closed has lost its name for good; else the name is that of who lives.
+        let name_is_gone = self.role.between == Between::AnotherJoins;
+        self.next.borrow_mut().tell(&self.open(self.role.blocks, PATIENCE));
+        self.has_opened(&self.next, Self::live(holder.as_ref(), name_is_gone));
+        self.close_all(holder, name_is_gone);
+    }
+
+    /// The victim is stopped at the step, perhaps with the directory's lock, and the holder closes meanwhile.
+    pub fn stopped_while_the_holder_closes(&self, step: Step, nth: usize) {
+        let _case = Case::new("stopped while the holder closes", self.role, step, nth);
+        let mut holder = self.prepare();
+        let mut victim = self.victim("EC_SHARED_REGION_STOP_AT", step, nth);
+        assert_eq!(
+            self.drive(&mut victim, &mut holder),
+            Event::Stopped,
+            "never reached the step"
+        );
+        let mut holder = holder.unwrap().process;
+        holder.tell("close");
+        // It waits a second for the lock, and then goes without.
+        assert_eq!(holder.answer_within(SOON + SOON), "ok");
+        assert_eq!(self.shm.inode(ID), None, "the creator has left its name behind");
+        victim.go_on();
+        // With the old region, whose name is gone, or with a new one.
+        assert_eq!(self.goes_on(&mut victim), Event::Exited(0));
+        self.close_all(None, true);
+    }
+
+    /// While the victim is stopped, a person removes the name, and a process of the original class, which takes no
+    /// lock, gives it to a file of its own. The victim joins that, or ends with what it had, and robs nobody.
+    pub fn stopped_while_an_original_takes_the_name(&self, step: Step, nth: usize, then_joins: bool) {
+        let _case = Case::new("stopped while an original takes the name", self.role, step, nth);
+        let mut holder = self.prepare();
+        let mut victim = self.victim("EC_SHARED_REGION_STOP_AT", step, nth);
+        assert_eq!(
+            self.drive(&mut victim, &mut holder),
+            Event::Stopped,
+            "never reached the step"
+        );
+        let _ = std::fs::remove_file(self.shm.file(ID));
+        let mut original = Process::start(self.shm.path(), []);
+        let inode = inode_of(&original.must(&format!("original {ID}")));
+        original.must(&format!("size {}", self.role.total_bytes()));
+        original.must(&format!("fill {KEPT}"));
+        victim.go_on();
+        if then_joins {
+            assert_eq!(victim.answer(), format!("ok joiner {inode}"));
+            victim.must(&format!("check {KEPT}"));
+            assert_eq!(self.finish(&mut victim), Event::Exited(0));
+        } else {
+            assert_eq!(self.goes_on(&mut victim), Event::Exited(0));
+        }
+        if let Some(holder) = &mut holder {
+            holder.process.must("close");
+        }
+        assert_eq!(self.shm.inode(ID), Some(inode), "a live region was robbed of its name");
+        original.must(&format!("check {KEPT}"));
+        original.must("close");
+        self.close_all(None, true);
+    }
+
+    /// The rest of the victim's life, from the step on.
+    fn goes_on(&self, victim: &mut Process) -> Event {
+        let answer = victim.answer();
+        // Which of its commands it was in shows in the answer: to `open`, to `pin`, or to `close`.
+        if answer.starts_with("ok creator") || answer.starts_with("ok joiner") {
+            return self.finish(victim);
+        }
+        if answer.starts_with("ok 3") || answer.starts_with("err Pin") {
+            return match victim.ask("close").as_str() {
+                "ok" => Event::Exited(0),
+                other => panic!("{other}"),
+            };
+        }
+        let expected = if self.role.interrupted_at > 0 {
+            "err Interrupted"
+        } else {
+            "ok"
+        };
+        assert!(answer.starts_with(expected), "{answer}");
+        Event::Exited(0)
+    }
+}
+
+/// Says on which case a test failed.
+struct Case(String);
+
+impl Case {
+    fn new(what: &str, role: &Role, step: Step, nth: usize) -> Self {
+        Self(format!("{}: {what} at {}:{nth}", role.name, step.name()))
+    }
+}
+
+impl Drop for Case {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            eprintln!("failed in: {}", self.0);
+        }
+    }
+}
