@@ -142,10 +142,15 @@ pub fn begin_preparing(fd: &impl AsFd) {
 /// # Errors
 /// The sign may still stand, and others would wait for it. Where there are no OFD locks none ever did.
 pub fn end_preparing(fd: &impl AsFd) -> io::Result<()> {
-    match set(fd, libc::F_UNLCK, PREPARING) {
-        Ok(()) | Err(Errno::EINVAL | Errno::ENOSYS | Errno::EOPNOTSUPP | Errno::EPERM | Errno::EACCES) => Ok(()),
-        Err(errno) => Err(errno.into()),
-    }
+    set(fd, libc::F_UNLCK, PREPARING).or_else(|errno| {
+        // Locks of one open file are no conflict for itself: another one sees whether the sign stands.
+        let other = std::fs::File::open(format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd()))?;
+        if is_being_prepared(&other) {
+            Err(errno.into())
+        } else {
+            Ok(())
+        }
+    })
 }
 
 pub fn is_being_prepared(fd: &impl AsFd) -> bool {

@@ -38,8 +38,6 @@ fn fails_in_every_way(name: &str) {
     for row in ROWS.iter().filter(|row| role.base.split('/').next() != Some(row.call)) {
         let Some(&called) = calls.get(row.call) else { continue };
         for times in [Times::Once, Times::ForEver] {
-            let known = row.known_fault(role.name, times);
-            let mut faults = Vec::new();
             for &errno in row.errnos {
                 for nth in role.which(called) {
                     if nth > *role.which(called).start()
@@ -48,14 +46,8 @@ fn fails_in_every_way(name: &str) {
                     {
                         continue;
                     }
-                    faults.extend(stage.fault(row, errno, nth, times, known.is_some()).err());
+                    wrong.extend(stage.fault(row, errno, nth, times).err());
                 }
-            }
-            match (known, faults.is_empty()) {
-                (None, false) => wrong.append(&mut faults),
-                (Some(why), true) => wrong.push(format!("{} {times:?}: fixed? remove the mark: {why}", row.call)),
-                (Some(why), false) => eprintln!("known fault: {} {times:?}: {why}: {}", row.call, faults[0]),
-                (None, true) => {}
             }
         }
     }

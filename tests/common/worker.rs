@@ -242,6 +242,7 @@ impl HostRegistrar for Double {
     fn register(&self, _: usize, _: usize) -> Result<(), Refusal> {
         if self.calls.fetch_add(1, Ordering::Relaxed) + 1 == self.refuse_at {
             return Err(Refusal {
+                call: "register",
                 code: 801, // cudaErrorNotSupported: no smaller piece will do
                 name: "cudaErrorNotSupported".into(),
                 text: String::new(),

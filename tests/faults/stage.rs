@@ -22,7 +22,8 @@ const KEPT: u8 = 0xb5;
 const TIMEOUT: u32 = 60;
 /// Past its timeout an operation may still wait a second for the directory's lock, to take a name away.
 const DEADLINE: Duration = Duration::from_millis(2500);
-const SHORT_DEADLINE: Duration = Duration::from_millis(300);
+/// For one who joins after an injected failure.
+const JOIN_PATIENCE_MS: u32 = 900;
 const SOON: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -273,10 +274,10 @@ impl<'r> Stage<'r> {
     }
 
     /// One failure, and all that must hold after it.
-    pub fn fault(&mut self, row: &Row, errno: i32, nth: usize, times: Times, is_known: bool) -> Result<(), String> {
+    pub fn fault(&mut self, row: &Row, errno: i32, nth: usize, times: Times) -> Result<(), String> {
         let word = if times == Times::Once { "once" } else { "for_ever" };
         let rule = format!("{}/{nth}/{word}/{errno}", row.call);
-        let healthy = self.faulty(row, errno, times, &rule, is_known);
+        let healthy = self.faulty(row, errno, times, &rule);
         if healthy.is_err() {
             self.start_anew();
         }
@@ -284,17 +285,11 @@ impl<'r> Stage<'r> {
         healthy.map_err(|why| format!("{} {name:?} {times:?} (call {nth}): {why}", row.call))
     }
 
-    fn faulty(&mut self, row: &Row, errno: i32, times: Times, rule: &str, is_known: bool) -> Result<(), String> {
-        // What is known to hang, or to make others wait, need not be waited for long.
-        let (deadline, patience) = if is_known {
-            (SHORT_DEADLINE, 50)
-        } else {
-            (DEADLINE, 900)
-        };
+    fn faulty(&mut self, row: &Row, errno: i32, times: Times, rule: &str) -> Result<(), String> {
         self.prepare()?;
-        let answer = match self.operate(rule, deadline)? {
+        let answer = match self.operate(rule, DEADLINE)? {
             Event::Answer(answer) => answer,
-            Event::Hangs => return Err(format!("hangs: no answer after {deadline:?}")),
+            Event::Hangs => return Err(format!("hangs: no answer after {DEADLINE:?}")),
             other => return Err(format!("{other:?}")),
         };
         let outcome = Outcome::of(&answer, errno)?;
@@ -306,7 +301,7 @@ impl<'r> Stage<'r> {
             Outcome::Works if !self.role.is_closing => {
                 let byte = self.inherited();
                 must(&mut self.victim, &format!("check {byte}"), PATIENCE)?;
-                self.can_be_joined(&answer, byte, patience)?;
+                self.can_be_joined(&answer, byte, JOIN_PATIENCE_MS)?;
                 // Where nothing can be announced, only totals can be compared.
                 if errno == EINTR && times == Times::Once && self.role.before == Before::Nothing {
                     self.is_refused_to_another_shape()?;

@@ -48,15 +48,6 @@ pub struct Row {
     /// What may come of one failure. More than one where it depends on which of the calls it is.
     pub once: &'static [Outcome],
     pub for_ever: &'static [Outcome],
-    pub known: &'static [Known],
-}
-
-/// A fault of the product that is known. The test fails when it is gone, so that the mark goes too.
-#[derive(Debug)]
-pub struct Known {
-    pub times: Times,
-    pub roles: &'static [&'static str],
-    pub why: &'static str,
 }
 
 impl Row {
@@ -67,75 +58,10 @@ impl Row {
         }
     }
 
-    pub fn known_fault(&self, role: &str, times: Times) -> Option<&'static str> {
-        let mark = self
-            .known
-            .iter()
-            .find(|mark| mark.times == times && mark.roles.contains(&role))?;
-        Some(mark.why)
-    }
-
-    const fn known(self, known: &'static [Known]) -> Self {
-        Self { known, ..self }
-    }
-
     /// A call that never gets through: where that begins says nothing new, and every case costs a deadline.
     pub fn is_the_same_wherever_it_begins(&self, errno: i32) -> bool {
         errno == EINTR || errno == EAGAIN || (errno == ENOENT && self.call == "openat(O_RDONLY)")
     }
-}
-
-const CREATING: &[&str] = &[
-    "create",
-    "create_where_unnamed_files_are_refused",
-    "create_where_links_are_refused",
-    "create_where_fallocate_is_unknown",
-    "create_where_populate_is_unknown",
-    "reclaim",
-    "reclaim_where_leases_are_refused",
-    "sweep",
-];
-const CREATING_UNNAMED: &[&str] = &[
-    "create",
-    "create_where_fallocate_is_unknown",
-    "create_where_populate_is_unknown",
-    "reclaim",
-    "reclaim_where_leases_are_refused",
-    "sweep",
-];
-const RECLAIMING: &[&str] = &["reclaim", "reclaim_where_leases_are_refused"];
-const FINDING_A_FILE: &[&str] = &[
-    "join",
-    "join_an_original",
-    "reclaim",
-    "reclaim_where_leases_are_refused",
-];
-const OPENING: &[&str] = &[
-    "create",
-    "create_where_unnamed_files_are_refused",
-    "create_where_links_are_refused",
-    "create_where_fallocate_is_unknown",
-    "create_where_populate_is_unknown",
-    "reclaim",
-    "reclaim_where_leases_are_refused",
-    "sweep",
-    "join",
-    "join_an_original",
-];
-const CLOSING: &[&str] = &["close_as_creator", "close_as_joiner", "close_as_last_one_out"];
-
-const NOT_RETRIED: &str = "an interrupted call is not called again";
-const NO_DEADLINE: &str = "calls again for ever, past the deadline of the caller and without a checkpoint";
-const NO_DEADLINE_BUT_A_CHECKPOINT: &str = "calls again for ever, past the deadline of the caller";
-const NOT_UNLOCKED: &str = "an unlock that fails is ignored: the region stays in preparation, and joiners time out";
-const NOT_REMOVED: &str =
-    "a dead file that cannot be removed is looked at until the deadline, and the error is another";
-const NO_NAME: &str = "no room for a name is `Error::Os`";
-const SPINS: &str = "looks again for ever, and holds the lock of the directory";
-const NOT_TAKEN_BACK: &str = "an error after `linkat` leaves the name behind";
-
-const fn known(times: Times, roles: &'static [&'static str], why: &'static str) -> Known {
-    Known { times, roles, why }
 }
 
 const fn row(
@@ -149,7 +75,6 @@ const fn row(
         errnos,
         once,
         for_ever,
-        known: &[],
     }
 }
 
@@ -168,10 +93,11 @@ pub const ROWS: &[Row] = &[
             ENAMETOOLONG, ENFILE, ENODEV, ENXIO, ENOENT, ENOMEM, ENOSPC, ENOTDIR, EOPNOTSUPP, EPERM, EROFS, ETXTBSY,
             EWOULDBLOCK,
         ],
-        &[Os],
-        &[Os],
+        // Works: a region that is closed opens the directory again to see whether it was the last.
+        &[Os, Works],
+        &[Os, Works],
     ),
-    interrupted("open").known(&[known(Times::Once, OPENING, NOT_RETRIED)]),
+    interrupted("open"),
     // The directory anew: for its lock, which everything needs, and to say that pages come back, which nothing needs.
     row(
         "openat(O_DIRECTORY)",
@@ -181,7 +107,7 @@ pub const ROWS: &[Row] = &[
         &[Os, Works],
         &[Os, Works],
     ),
-    interrupted("openat(O_DIRECTORY)").known(&[known(Times::Once, OPENING, NOT_RETRIED)]),
+    interrupted("openat(O_DIRECTORY)"),
     row("openat(O_TMPFILE)", &[EOPNOTSUPP, EISDIR, ENOENT, EINVAL, ENOSYS], &[Works], &[Works]),
     row("openat(O_TMPFILE)", &[ENOSPC, EDQUOT], &[NoSpace], &[NoSpace]),
     row(
@@ -193,7 +119,7 @@ pub const ROWS: &[Row] = &[
         &[Os],
         &[Os],
     ),
-    interrupted("openat(O_TMPFILE)").known(&[known(Times::Once, CREATING, NOT_RETRIED)]),
+    interrupted("openat(O_TMPFILE)"),
     row("openat(O_CREAT)", &[ENOSPC, EDQUOT], &[NoSpace], &[NoSpace]),
     row(
         "openat(O_CREAT)",
@@ -204,12 +130,9 @@ pub const ROWS: &[Row] = &[
         &[Os],
         &[Os],
     ),
-    interrupted("openat(O_CREAT)").known(&[known(Times::Once, CREATING, NOT_RETRIED)]),
+    interrupted("openat(O_CREAT)"),
     // A look at a name. The sweep passes over what it cannot look at.
-    row("openat(O_RDONLY)", &[ENOENT], &[Works], &[Works, Os, TimesOut]).known(&[
-        known(Times::ForEver, OPENING, SPINS),
-        known(Times::ForEver, CLOSING, SPINS),
-    ]),
+    row("openat(O_RDONLY)", &[ENOENT], &[Works], &[Works, Os, TimesOut]),
     row(
         "openat(O_RDONLY)",
         &[
@@ -219,7 +142,7 @@ pub const ROWS: &[Row] = &[
         &[Os, Works],
         &[Os, Works],
     ),
-    interrupted("openat(O_RDONLY)").known(&[known(Times::Once, FINDING_A_FILE, NOT_RETRIED)]),
+    interrupted("openat(O_RDONLY)"),
     // A creator opens its file by its name; a joiner opens another's.
     row("openat(O_RDWR)", &[ENOENT, EWOULDBLOCK], &[Works, Os], &[TimesOut, Os]),
     row(
@@ -231,20 +154,14 @@ pub const ROWS: &[Row] = &[
         &[Os],
         &[Os],
     ),
-    interrupted("openat(O_RDWR)").known(&[known(Times::Once, OPENING, NOT_RETRIED)]),
+    interrupted("openat(O_RDWR)"),
     // No /proc, or a sandbox: the file gets its name by renaming.
     row("linkat", &[ENOENT, EXDEV, EPERM, EACCES, EINVAL], &[Works], &[Works]),
     row("linkat", &[EEXIST], &[Works], &[TimesOut]),
-    row("linkat", &[ENOSPC, EDQUOT], &[NoSpace], &[NoSpace]).known(&[
-        known(Times::Once, CREATING, NO_NAME),
-        known(Times::ForEver, CREATING, NO_NAME),
-    ]),
+    row("linkat", &[ENOSPC, EDQUOT], &[NoSpace], &[NoSpace]),
     row("linkat", &[EBADF, EFAULT, EIO, ELOOP, EMLINK, ENAMETOOLONG, ENOMEM, ENOTDIR, EROFS], &[Os], &[Os]),
     row("renameat2", &[EEXIST, ENOTEMPTY], &[Works, Os], &[TimesOut, Os]),
-    row("renameat2", &[ENOSPC, EDQUOT], &[NoSpace], &[NoSpace]).known(&[
-        known(Times::Once, CREATING, NO_NAME),
-        known(Times::ForEver, CREATING, NO_NAME),
-    ]),
+    row("renameat2", &[ENOSPC, EDQUOT], &[NoSpace], &[NoSpace]),
     row(
         "renameat2",
         &[
@@ -261,24 +178,16 @@ pub const ROWS: &[Row] = &[
         &[EACCES, EBADF, EBUSY, EFAULT, EINVAL, EIO, EISDIR, ELOOP, ENAMETOOLONG, ENOMEM, ENOTDIR, EPERM, EROFS],
         &[Works, Os],
         &[Works, Os],
-    )
-    .known(&[known(Times::ForEver, RECLAIMING, NOT_REMOVED)]),
+    ),
     row("flock(LOCK_EX)", &[EWOULDBLOCK], &[Works], &[Works, TimesOut]),
     row("flock(LOCK_EX)", &[EBADF, EINVAL, ENOLCK], &[Os, Works], &[Os, Works]),
-    interrupted("flock(LOCK_EX)").known(&[
-        known(Times::ForEver, OPENING, NO_DEADLINE),
-        known(Times::ForEver, CLOSING, NO_DEADLINE),
-    ]),
+    interrupted("flock(LOCK_EX)"),
     row("flock(LOCK_SH)", &[EWOULDBLOCK], &[Works], &[Works, TimesOut]),
-    row("flock(LOCK_SH)", &[EBADF, EINVAL, ENOLCK], &[Os], &[Os])
-        .known(&[known(Times::Once, CREATING_UNNAMED, NOT_TAKEN_BACK)]),
-    interrupted("flock(LOCK_SH)").known(&[known(Times::ForEver, OPENING, NO_DEADLINE)]),
+    row("flock(LOCK_SH)", &[EBADF, EINVAL, ENOLCK], &[Os], &[Os]),
+    interrupted("flock(LOCK_SH)"),
     // The prober's own lock then keeps it from joining what it has looked at.
     row("flock(LOCK_UN)", &[EBADF, EINVAL, ENOLCK], &[Works], &[Works, TimesOut]),
-    interrupted("flock(LOCK_UN)").known(&[
-        known(Times::ForEver, OPENING, NO_DEADLINE),
-        known(Times::ForEver, CLOSING, NO_DEADLINE),
-    ]),
+    interrupted("flock(LOCK_UN)"),
     // Announcements: without them everybody does what they do with a file of the original class.
     // But a sign that was given must be taken back, or the error must say that it cannot be.
     row(
@@ -286,29 +195,28 @@ pub const ROWS: &[Row] = &[
         &[EACCES, EAGAIN, EBADF, EDEADLK, EFAULT, EINVAL, ENOLCK],
         &[Works, Os],
         &[Works, Os],
-    )
-    .known(&[known(Times::Once, CREATING, NOT_UNLOCKED), known(Times::ForEver, CREATING, NOT_UNLOCKED)]),
-    interrupted("fcntl(F_OFD_SETLK)").known(&[known(Times::Once, CREATING, NOT_RETRIED)]),
+    ),
+    interrupted("fcntl(F_OFD_SETLK)"),
     row("fcntl(F_OFD_GETLK)", &[EACCES, EBADF, EFAULT, EINTR, EINVAL, ENOLCK], &[Works], &[Works]),
     row("fcntl(F_SETSIG)", &[EBADF, EINVAL, EPERM], &[Works], &[Works]),
     // EAGAIN says that somebody has the file open for writing.
     row("fcntl(F_SETLEASE)", &[EAGAIN], &[Works], &[Works, TimesOut]),
     row("fcntl(F_SETLEASE)", &[EACCES, EBADF, EINTR, EINVAL, ENOLCK, ENOMEM, EPERM], &[Works], &[Works]),
-    row("fallocate", &[ENOSPC, EDQUOT, EFBIG], &[NoSpace], &[NoSpace]),
+    // Once: there is room after all, and the constructor tries again.
+    row("fallocate", &[ENOSPC, EDQUOT, EFBIG], &[NoSpace, Works], &[NoSpace]),
     row("fallocate", &[ENOMEM], &[Works], &[NoSpace]),
     row("fallocate", &[EOPNOTSUPP, ENOSYS], &[Works], &[Works]),
     row("fallocate", &[EBADF, EINVAL, EIO, ENODEV, EPERM, ESPIPE, ETXTBSY], &[Os], &[Os]),
-    interrupted("fallocate").known(&[known(Times::ForEver, OPENING, NO_DEADLINE_BUT_A_CHECKPOINT)]),
-    row("posix_fallocate", &[ENOSPC, EFBIG], &[NoSpace], &[NoSpace]),
+    interrupted("fallocate"),
+    row("posix_fallocate", &[ENOSPC, EFBIG], &[NoSpace, Works], &[NoSpace]),
     row("posix_fallocate", &[EBADF, EINVAL, ENODEV, EOPNOTSUPP, ESPIPE], &[Os], &[Os]),
-    interrupted("posix_fallocate").known(&[known(Times::ForEver, OPENING, NO_DEADLINE_BUT_A_CHECKPOINT)]),
+    interrupted("posix_fallocate"),
     row(
         "fstat",
         &[EACCES, EBADF, EFAULT, EINVAL, ELOOP, ENAMETOOLONG, ENOENT, ENOMEM, ENOTDIR, EOVERFLOW],
         &[Os, Works],
         &[Os, Works],
-    )
-    .known(&[known(Times::Once, CREATING_UNNAMED, NOT_TAKEN_BACK)]),
+    ),
     // For a moment nothing seems to be there: what follows finds that there is.
     row("fstatat", &[ENOENT], &[Works], &[Works, TimesOut]),
     row(
@@ -338,7 +246,7 @@ pub const ROWS: &[Row] = &[
         &[Os],
         &[Os],
     ),
-    interrupted("ftruncate").known(&[known(Times::Once, CREATING, NOT_RETRIED)]),
+    interrupted("ftruncate"),
     row(
         "mmap",
         &[
@@ -350,17 +258,16 @@ pub const ROWS: &[Row] = &[
     // The kernel keeps the mapping then, and nothing can be done about it.
     row("munmap", &[EINVAL], &[Works], &[Works]),
     row("madvise", &[EINVAL], &[Works], &[Works]),
-    row("madvise", &[EAGAIN], &[Works], &[Works, Os, TimesOut])
-        .known(&[known(Times::ForEver, OPENING, NO_DEADLINE_BUT_A_CHECKPOINT)]),
+    row("madvise", &[EAGAIN], &[Works], &[Works, Os, TimesOut]),
     row("madvise", &[EACCES, EBADF, EBUSY, EFAULT, EIO, ENOMEM, EPERM, EHWPOISON], &[Os], &[Os]),
-    interrupted("madvise").known(&[known(Times::ForEver, OPENING, NO_DEADLINE_BUT_A_CHECKPOINT)]),
+    interrupted("madvise"),
     row(
         "fstatvfs",
         &[EACCES, EBADF, EFAULT, EIO, ELOOP, ENAMETOOLONG, ENOENT, ENOMEM, ENOSYS, ENOTDIR, EOVERFLOW],
         &[Os],
         &[Os],
     ),
-    interrupted("fstatvfs").known(&[known(Times::Once, CREATING, NOT_RETRIED)]),
+    interrupted("fstatvfs"),
     // What is not known limits nothing, and what cannot be listed is not swept.
     row("sysinfo", &[EFAULT], &[Works], &[Works]),
     row("getrlimit", &[EFAULT, EINVAL, EPERM], &[Works], &[Works]),

@@ -146,7 +146,7 @@ fn mutation_last_view_does_not_look_back_is_caught() {
 
 /// The room is looked at while it is taken, and the question who frees some comes when it is free.
 #[test]
-fn hole_space_comes_back_between_two_questions() {
+fn mutation_room_is_looked_at_once_is_caught() {
     let setting = crowded(&[OURS, OURS]);
     must_violate(
         &mutated(setting, |protocol| protocol.looks_at_room_twice = false),

@@ -59,10 +59,7 @@ impl Protocol {
         abandons_at_linked: true,
     };
     /// What `src/` does.
-    pub const AS_BUILT: Self = Self {
-        looks_at_room_twice: false,
-        ..Self::WHOLE
-    };
+    pub const AS_BUILT: Self = Self::WHOLE;
 }
 
 /// What the documentation allows (`docs/protocol.md`, "Limits"). Each of them is real: a test turns it off
