@@ -201,6 +201,10 @@ class Actor:
                 took=took,
                 delayed=delayed,
             )
+            if self.orders.is_original and isinstance(error, TimeoutError):
+                # It leaves its descriptor open, by which the unsized file would live on: an engine ends here.
+                self.tell("quit", how="_exit", status=EXIT_STATUS)
+                os._exit(EXIT_STATUS)
             self.disarm(deadly)
             return
         took = time.monotonic() - before
@@ -307,8 +311,8 @@ class Actor:
         else:
             region.cleanup()
         self.disarm(deadly)
-        after = procfs.names(f"vllm_ec_{hold.place.engine_id}.mmap").get(f"vllm_ec_{hold.place.engine_id}.mmap")
-        self.tell("closed", h=hold.number, ino=hold.inode, standing=after, how=how)
+        name = f"vllm_ec_{hold.place.engine_id}.mmap"
+        standing = procfs.names(name).get(name)
         hold.is_pinned = False
         if view is not None:
             # Views outlive the region.
@@ -317,6 +321,8 @@ class Actor:
             if fault is not None or (own is not None and int(plan.grid(view)[self.orders.number + 1][0]) != own):
                 self.tell("wrong", what="wrong byte", text=f"in a view after cleanup: {fault}")
             del view
+        kept = "view" if how == "view" and not self.orders.is_original else how
+        self.tell("closed", h=hold.number, ino=hold.inode, standing=standing, how=kept)
         if self.orders.runtime is not None and not self.orders.is_original:
             self.check_registrations()
         if not self.holds and rng.random() < 0.3:

@@ -51,6 +51,7 @@ class Stay:
     closing: float = math.inf
     closed: float = math.inf
     refused: float = math.inf
+    has_kept_view: bool = False
     surely_until: float = -math.inf
     perhaps_until: float = math.inf
 
@@ -60,6 +61,11 @@ class Stay:
 
     def is_surely_there(self, since: float, until: float) -> bool:
         return self.opened <= since and until <= self.surely_to
+
+    @property
+    def looks_behind(self) -> bool:
+        """Does its cleanup remove the file where nobody is left? A view that is kept is somebody."""
+        return not (self.is_original or self.is_inherited or self.has_kept_view)
 
     @property
     def who(self) -> str:
@@ -162,6 +168,7 @@ class _Round:
             stay.opened, stay.inode, stay.is_creator = at, event["ino"], event["creator"]
         elif name in ("closing", "closed", "refused"):
             setattr(process.stays[event["h"]], name, at)
+            process.stays[event["h"]].has_kept_view = event.get("how") == "view"
         elif name == "armed":
             process.armed.append((at + event["seconds"], event["signal"]))
         elif name == "gone":
@@ -362,17 +369,22 @@ class _Round:
         for name, inode in may_be_left.items():
             id = name.removeprefix("vllm_ec_").removesuffix(".mmap")
             stays = self.by_id.get(id, [])
+            # Only a joiner of ours that goes out, with its mapping, looks whether it was the last.
+            leavers = {id_of(s) for s in stays if s.closed < math.inf and not s.is_creator and s.looks_behind}
             deaths = [
                 stay.perhaps_until
                 for stay in stays
-                if stay.perhaps_until > stay.closed or (stay.closed == math.inf and stay.refused == math.inf)
+                if id_of(stay) not in leavers
+                and stay.refused == math.inf
+                and not (stay.is_creator and stay.closed < math.inf)
             ]
-            leavers = [
-                s for s in stays if s.closed < math.inf and not (s.is_creator or s.is_original or s.is_inherited)
-            ]
-            last = max((stay.closing for stay in leavers), default=-math.inf)
+            last = max((stay.closing for stay in stays if id_of(stay) in leavers), default=-math.inf)
             if not deaths or last > max(deaths):
                 yield Finding("name left", f"`{name}`, inode {inode}: nobody died after the last joiner left", last)
+
+
+def id_of(stay: Stay) -> tuple[int, int]:
+    return stay.pid, stay.number
 
 
 @dataclass(frozen=True)
