@@ -23,6 +23,7 @@ from . import plan
 
 Event = dict[str, Any]
 LONGEST_WAIT_SECONDS = 1.0
+SLOW_EXEC_SECONDS = 0.5
 EXIT_STATUSES = (0, 7)  # 7: `os._exit` with regions open
 
 
@@ -85,6 +86,7 @@ class Process:
     reaped: float = math.inf
     signal: int = 0
     is_known: bool = False
+    is_starting: bool = False
 
     @property
     def died(self) -> float:
@@ -148,7 +150,9 @@ class _Round:
             surely = max([process.last_report, *(orders if not process.armed else [])])
             for stay in process.stays.values():
                 stay.surely_until = min(surely, process.gone)
-                stay.perhaps_until = min(process.reaped, stay.closed, stay.refused)
+                # Killed while it started a program: what was forked for that may hold on until it has called exec.
+                ended = process.reaped + (SLOW_EXEC_SECONDS if process.is_starting else 0.0)
+                stay.perhaps_until = min(ended, stay.closed, stay.refused)
 
     def _read_report(self, process: Process, name: str, at: float, event: Event) -> None:
         if name == "call":
@@ -173,15 +177,24 @@ class _Round:
             process.armed.append((at + event["seconds"], event["signal"]))
         elif name == "gone":
             process.gone = at
-        elif name == "child":
-            parent = self._process(event["parent"])
-            for number in event["holds"]:
-                of = parent.stays.get(number)
-                if of is not None and of.inode >= 0:
-                    stay = Stay(process.pid, number, of.id, of.shape, of.is_original, of.mode, at, at, of.inode)
-                    stay.is_inherited = True
-                    process.stays[number] = stay
-                    self.stays.append(stay)
+        elif name in ("starting", "exec"):
+            process.is_starting = name == "starting"
+        elif name in ("child", "forked"):
+            self._read_fork(event, at)
+
+    def _read_fork(self, event: Event, at: float) -> None:
+        """Parent and child both report it, in any order, and either may be killed before."""
+        is_child = event["e"] == "child"
+        parent = self._process(event["parent"] if is_child else event["p"])
+        child = self._process(event["p"] if is_child else event["child"])
+        for number in event["holds"]:
+            stay, of = child.stays.get(number), parent.stays[number]
+            if stay is None:
+                stay = Stay(child.pid, number, of.id, of.shape, of.is_original, of.mode, event["since"])
+                stay.inode, stay.is_inherited = of.inode, True
+                child.stays[number] = stay
+                self.stays.append(stay)
+            stay.opened = min(stay.opened, at)
 
     # What must never be.
 

@@ -47,6 +47,7 @@ class Children:
     def start(self) -> None:
         """`close_fds=False`: only close-on-exec keeps our descriptors out of it."""
         actor = self._actor
+        actor.tell("starting")
         if actor.rng.random() < 0.5:
             # Outlives its starter, perhaps: a region must not live on in it.
             self._programs.append(subprocess.Popen(["sleep", "0.1"], close_fds=False))
@@ -67,14 +68,15 @@ class Children:
         actor = self._actor
         what = actor.rng.choice(FORKED if not actor.orders.is_original else ("_exit", "linger", "killed", "exec"))
         seed = actor.rng.random()
-        parent = os.getpid()
+        parent, since = os.getpid(), time.monotonic()
+        holds = [hold.number for hold in actor.holds]
         pid = os.fork()
         if pid == 0:
             status = 70
             try:
                 actor.rng.seed(seed)
                 actor.written.clear()  # the parent goes on writing
-                actor.tell("child", parent=parent, what=what, holds=[hold.number for hold in actor.holds])
+                actor.tell("child", parent=parent, since=since, what=what, holds=holds)
                 self._be(what)
                 status = 0
             except BaseException:
@@ -82,7 +84,7 @@ class Children:
                     actor.tell("fault", text=traceback.format_exc())
             finally:
                 os._exit(status)
-        actor.tell("forked", child=pid, what=what)
+        actor.tell("forked", child=pid, since=since, what=what, holds=holds)
         self._forked.add(pid)
         if what == "killed":
             actor.pause(1e-4, 5e-3)
