@@ -10,7 +10,9 @@
 | `mutants.py` | actors that do wrong on purpose, which show that the referee sees it |
 | `referee.py` | starts, kills, stops and reaps processes, and looks at /dev/shm and /proc by itself |
 | `procfs.py` | what /proc says of mappings, locks and descendants |
-| `judge.py` | from everything that was reported and seen in a round to findings; pure |
+| `record.py` | a round as it was reported: who was where, surely and perhaps; pure |
+| `judge.py` | from that to findings; pure |
+| `waits.py` | how long constructors waited after a death; pure |
 | `report.py` | counts, progress, the summary |
 
 `python -m soak --help`, with `tests/python` on `PYTHONPATH`; `make soak` does that.

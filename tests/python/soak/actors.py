@@ -72,6 +72,17 @@ class Hold:
     is_pinned: bool = False
 
 
+class Region(ec.ECSharedRegion):
+    """Keeps what the core says of the opening: a wait for others is one thing, slow memory another."""
+
+    waited_seconds: float
+
+    def _open(self, *arguments: Any) -> Any:
+        report = super()._open(*arguments)
+        self.waited_seconds = report.waited_seconds
+        return report
+
+
 class Reporter:
     """Writes what happens to the referee's pipe."""
 
@@ -217,6 +228,7 @@ class Actor:
             creator=region._is_creator,
             original=self.orders.is_original,
             took=took,
+            waited=took if self.orders.is_original else region.waited_seconds,
             delayed=delayed,
         )
         self.disarm(deadly)
@@ -237,7 +249,7 @@ class Actor:
     def _construct(self, place: plan.Place, shape: plan.Shape, options: dict[str, Any]) -> Any:
         if self.orders.is_original:
             return oracle.ECSharedRegion(place.engine_id, shape.num_blocks, shape.block_size_bytes)
-        return ec.ECSharedRegion(place.engine_id, shape.num_blocks, shape.block_size_bytes, **options)
+        return Region(place.engine_id, shape.num_blocks, shape.block_size_bytes, **options)
 
     def own_slot(self, hold: Hold) -> plan.Words:
         assert hold.words is not None

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from . import actors, judge, plan, procfs
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -182,17 +184,12 @@ class Referee:
     def _construct_anew(self, places: list[plan.Place]) -> None:
         tell = actors.Reporter(self._write_end, plan.HEADER - 1)
         random.Random(f"{self.options.seed}/healer/{self._round.number}").shuffle(places)
-        import numpy as np
-
-        import ec_shared_region as ec
-
         for place in places:
-            before = time.monotonic()
-            shape = place.right
-            with ec.ECSharedRegion(place.engine_id, shape.num_blocks, shape.block_size_bytes, timeout=5) as region:
-                took = time.monotonic() - before
+            shape, delayed = place.right, procfs.run_delay_seconds()
+            with actors.Region(place.engine_id, shape.num_blocks, shape.block_size_bytes, timeout=5) as region:
+                waited = region.waited_seconds - (procfs.run_delay_seconds() - delayed)
                 dirty = int(np.count_nonzero(np.frombuffer(region, dtype=np.uint8)))
-                tell("healed", id=place.engine_id, creator=region.is_creator, dirty=dirty, took=took)
+                tell("healed", id=place.engine_id, creator=region.is_creator, dirty=dirty, waited=waited)
 
     def _wait_for_programs(self) -> None:
         while procfs.children(os.getpid()):

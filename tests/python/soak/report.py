@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import judge
+from . import waits
 from .referee import Options, Round
 
 PROGRESS_EVERY_SECONDS = {True: 0.5, False: 30.0}  # on a terminal, and elsewhere
@@ -27,7 +27,7 @@ class Report:
     began: float = field(default_factory=time.monotonic)
     rounds: int = 0
     counts: dict[str, Counter[str]] = field(default_factory=dict)
-    longest: judge.Longest = field(default_factory=judge.Longest)
+    longest: waits.Longest = field(default_factory=waits.Longest)
     findings: list[dict[str, Any]] = field(default_factory=list)
     _next_line: float = field(default_factory=lambda: time.monotonic() + 1.0)
 
@@ -46,7 +46,7 @@ class Report:
         last_order: dict[int, str] = {}
         for event in events:
             self._count_event(event, last_order)
-        found = judge.longest(played.events)
+        found = waits.longest(played.events)
         for name in ("wait_after_death", "judged_wait_after_death", "constructor"):
             setattr(self.longest, name, max(getattr(self.longest, name), getattr(found, name)))
         self.longest.waits_after_death += found.waits_after_death
@@ -131,7 +131,7 @@ class Report:
             "kinds_of_round": dict(sorted(self.counts.get("rounds", {}).items())),
             "waits_after_a_death": self.longest.waits_after_death,
             "longest_wait_after_a_death_ms": round(self.longest.wait_after_death * 1e3, 1),
-            "longest_wait_after_a_death_on_a_processor_ms": round(self.longest.judged_wait_after_death * 1e3, 1),
+            "longest_wait_after_a_death_judged_ms": round(self.longest.judged_wait_after_death * 1e3, 1),
             "longest_constructor_ms": round(self.longest.constructor * 1e3, 1),
             "findings": self.findings,
         }
