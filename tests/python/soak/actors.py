@@ -133,7 +133,7 @@ class Actor:
         while time.monotonic() < self.orders.starts_at:
             pass  # a sleep would spread a stampede over the scheduler's ticks
         if self.orders.first_place is not None and not self.is_told_to_stop:
-            self.visit(self.orders.places[self.orders.first_place])
+            self.visit(self.orders.places[self.orders.first_place], death=(0.5, 2e-5, 6e-2))
         while not self.is_told_to_stop:
             self.children.reap()
             if not self.holds or (len(self.holds) < 2 and self.rng.random() < 0.12):
@@ -153,7 +153,16 @@ class Actor:
         return self.flags[STOP_AT] != 0
 
     def act(self, hold: Hold) -> None:
-        acts = {self.write: 30, self.look: 30, self.nap: 10, self.pin: 8, self.leave: 20, self.fork: 6, self.start: 3}
+        acts = {
+            self.write: 30,
+            self.look: 30,
+            self.nap: 10,
+            self.pin: 8,
+            self.leave: 20,
+            self.fork: 6,
+            self.start: 3,
+            self.check: 3,
+        }
         act = self.rng.choices([*acts, self.quit], [*acts.values(), 1.5])[0]
         act(hold)
         if not hold.is_pinned and self.warnings.texts:
@@ -168,7 +177,8 @@ class Actor:
 
     # Regions.
 
-    def visit(self, place: plan.Place) -> None:
+    def visit(self, place: plan.Place, death: tuple[float, float, float] = (0.3, 3e-6, 2e-2)) -> None:
+        """One constructor call; `death`: how likely, how soon, how late."""
         rng = self.rng
         mode, timeout, shape = "create_or_join", PATIENCE_SECONDS, place.right
         if not self.orders.is_original:
@@ -181,7 +191,7 @@ class Actor:
                     mode, timeout = "join", 0.02
         options = {"mode": mode, "timeout": timeout, "populate": rng.choice(["create", "create", "join", "never"])}
         # Decided here, so that what follows does not depend on how this ends.
-        deadly = self.arming(0.3, 3e-6, 2e-2)
+        deadly = self.arming(*death)
         self.open(place, shape, options, deadly)
 
     def open(self, place: plan.Place, shape: plan.Shape, options: dict[str, Any], deadly: Timer | None = None) -> None:
@@ -228,6 +238,7 @@ class Actor:
             creator=region._is_creator,
             original=self.orders.is_original,
             took=took,
+            nonce=None if self.orders.is_original else region.identity().nonce,
             waited=took if self.orders.is_original else region.waited_seconds,
             delayed=delayed,
         )
@@ -276,6 +287,15 @@ class Actor:
         if own is not None and not (self.own_slot(hold) == own).all():
             slot = self.own_slot(hold)
             self.tell("wrong", what="wrong byte", text=f"wrote 0x{own:08x}, reads 0x{int(slot[slot != own][0]):08x}")
+
+    def check(self, hold: Hold) -> None:
+        if self.orders.is_original:
+            return
+        result = hold.region.check()
+        self.tell("checked", h=hold.number, ino=hold.inode, name=result.name)
+        problems = [text for text in result.problems if result.name == "ours" or "`/dev/shm/" not in text]
+        if problems or os.getpid() not in result.holders or bool(result) != (not result.problems):
+            self.tell("wrong", what="check", text=repr(result)[:1500])
 
     def pin(self, hold: Hold) -> None:
         if self.orders.is_original or self.orders.runtime is None:

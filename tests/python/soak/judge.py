@@ -105,11 +105,9 @@ class _Judge:
     def _robbed(self) -> Iterator[Finding]:
         """A file without a name under somebody alive, though its creator did not take it away."""
         for event in self.record.events:
-            if (
-                event["e"] == "saw"
-                and event["links"] == 0
-                and self.record.taken.get(event["ino"], math.inf) > event["t"]
-            ):
+            is_gone = event.get("links") == 0 or event.get("name") in ("lost", "replaced")
+            is_told = event["e"] in ("saw", "checked") and is_gone
+            if is_told and self.record.taken.get(event["ino"], math.inf) > event["t"]:
                 stay = self.record.process(event["p"]).stays[event["h"]]
                 if not self.record.has_adopted(stay):
                     yield Finding("robbed", f"`{stay.id}`: {stay.who} sees that its name is gone", event["t"])
@@ -165,9 +163,14 @@ class _Judge:
                 for other in ours[index + 1 :]:
                     if other.opened > one.surely_to:
                         break
-                    if other.surely_to >= other.opened and one.shape != other.shape:
+                    if other.surely_to < other.opened:
+                        continue
+                    if one.shape != other.shape:
                         text = f"{one.who} as {one.shape} and {other.who} as {other.shape}"
                         yield Finding("mixed shapes", text, other.opened)
+                    if None not in (one.nonce, other.nonce) and one.nonce != other.nonce:
+                        text = f"{one.who} has nonce {one.nonce}, {other.who} has {other.nonce}"
+                        yield Finding("two nonces", text, other.opened)
 
     def _refusals(self) -> Iterator[Finding]:
         """Had a constructor that raised reason to?"""

@@ -43,15 +43,17 @@ class Place:
     same_total: Shape
     other_total: Shape
     weight: float
+    # At the start of a stampede: the larger, the longer everybody waits for a creator that may die.
+    stampede_weight: float
 
 
 def places(prefix: str) -> list[Place]:
     return [
-        Place(f"{prefix}-tiny", Shape(1, 64), Shape(2, 32), Shape(3, 64), 0.42),
+        Place(f"{prefix}-tiny", Shape(1, 64), Shape(2, 32), Shape(3, 64), 0.42, 1.0),
         # Rows of a real encoder: not a multiple of a page.
-        Place(f"{prefix}-rows", Shape(36, 7168), Shape(72, 3584), Shape(37, 7168), 0.32),
-        Place(f"{prefix}-some", Shape(768, 4096), Shape(1536, 2048), Shape(512, 4096), 0.24),
-        Place(f"{prefix}-big", Shape(16384, 4096), Shape(8192, 8192), Shape(16383, 4096), 0.02),
+        Place(f"{prefix}-rows", Shape(36, 7168), Shape(72, 3584), Shape(37, 7168), 0.32, 1.0),
+        Place(f"{prefix}-some", Shape(768, 4096), Shape(1536, 2048), Shape(512, 4096), 0.24, 2.0),
+        Place(f"{prefix}-big", Shape(16384, 4096), Shape(8192, 8192), Shape(16383, 4096), 0.02, 1.0),
     ]
 
 

@@ -30,6 +30,7 @@ class Stay:
     opened: float = math.inf
     prepares_from: float = math.inf
     inode: int = -1
+    nonce: int | None = None
     is_creator: bool = False
     is_inherited: bool = False
     closing: float = math.inf
@@ -150,6 +151,7 @@ class Record:
         elif name == "open":
             stay = process.stays[event["h"]]
             stay.opened, stay.inode, stay.is_creator = at, event["ino"], event["creator"]
+            stay.nonce = event["nonce"]
             stay.prepares_from = stay.called + event["waited"]
         elif name in ("closing", "closed", "refused"):
             setattr(process.stays[event["h"]], name, at)

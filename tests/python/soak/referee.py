@@ -110,7 +110,7 @@ class Referee:
         else:
             # All are born by then; they spin until the instant has come.
             starts_at = time.monotonic() + 0.004 * self.options.actors
-            first = rng.choices(range(len(self.places)), [place.weight for place in self.places])[0]
+            first = rng.choices(range(len(self.places)), [place.stampede_weight for place in self.places])[0]
         for number in range(self.options.actors):
             self._spawn(rng, number, starts_at, first)
 

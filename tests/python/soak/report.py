@@ -72,7 +72,7 @@ class Report:
             self.count("constructions", f"{kind}, {'creator' if event['creator'] else 'joiner'}")
         elif name == "refused":
             self.count("refusals", f"{'original' if event['original'] else 'ours'}, {event['error']}")
-        elif name in ("wrote", "saw", "pinned", "exec", "look"):
+        elif name in ("wrote", "saw", "pinned", "exec", "look", "checked"):
             self.count("acts", name)
         elif name == "forked":
             self.count("forks", event["what"])
