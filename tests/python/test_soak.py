@@ -31,7 +31,7 @@ def run(tmp_path: Path, *options: str) -> tuple[int, dict[str, Any], str]:
 
 @pytest.mark.parametrize("options", [(), ("--originals",)])
 def test_nobody_is_harmed(tmp_path: Path, options: tuple[str, ...]) -> None:
-    status, summary, stderr = run(tmp_path, "--seconds=6", "--actors=8", *options)
+    status, summary, stderr = run(tmp_path, "--seconds=5", "--actors=8", *options)
     assert status == 0 and not summary["findings"], summary
     assert f"seed {summary['seed']}" in stderr
     # It did what it is for, however slow the machine.
@@ -58,10 +58,10 @@ def told(pid: int, at: float, event: str, **more: Any) -> dict[str, Any]:
     return {"t": at, "e": event, "p": pid, "n": pid, **more}
 
 
-def stay(pid: int, inode: int, called: float, until: float, *, creator: bool = True, **more: Any) -> list[Any]:
+def stay(pid: int, inode: int, called: float, until: float, *, creator: bool = True) -> list[dict[str, Any]]:
     """A process that constructs, and lives until it is killed."""
     return [
-        told(pid, called, "call", h=1, id=TINY, shape=[1, 64], original=False, mode="create_or_join", **more),
+        told(pid, called, "call", h=1, id=TINY, shape=[1, 64], original=False, mode="create_or_join", timeout=15.0),
         told(
             pid,
             called + 0.01,
@@ -113,7 +113,7 @@ def test_a_constructor_that_waits_for_the_dead() -> None:
 
 def test_a_refusal_without_reason() -> None:
     refused = [
-        told(2, 0.5, "call", h=1, id=TINY, shape=[2, 32], original=False, mode="create_or_join"),
+        told(2, 0.5, "call", h=1, id=TINY, shape=[2, 32], original=False, mode="create_or_join", timeout=15.0),
         told(2, 0.6, "refused", h=1, error="GeometryMismatchError", text="", delayed=0.0),
     ]
     assert kinds_of(*refused) == ["refused"]

@@ -29,7 +29,7 @@ import ec_shared_region as ec
 import oracle
 
 from . import mutants, offspring, plan, procfs
-from .deaths import Timer
+from .deaths import Timer, die_with_the_referee
 
 STOP_AT = 0  # in the flags that all processes share
 # What a constructor may answer; whether it had reason to is for the referee. The original's own faults come on top.
@@ -430,6 +430,8 @@ def run(orders: Orders, pipe: int, flags: mmap.mmap) -> None:
     status = FAULT_STATUS
     tell = Reporter(pipe, orders.number)
     try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the referee's
+        die_with_the_referee()
         sys.modules["torch"] = None  # type: ignore[assignment]  # without torch: importing it takes seconds
         oracle._wait_for_file_size.__defaults__ = (ORIGINAL_PATIENCE_SECONDS,)
         tell("born", original=orders.is_original)

@@ -26,6 +26,7 @@ class Stay:
     shape: tuple[int, int]
     is_original: bool
     mode: str
+    timeout: float
     called: float
     opened: float = math.inf
     prepares_from: float = math.inf
@@ -144,6 +145,7 @@ class Record:
                 tuple(event["shape"]),
                 event["original"],
                 event["mode"],
+                event["timeout"],
                 at,
             )
             process.stays[stay.number] = stay
@@ -173,7 +175,7 @@ class Record:
         for number in event["holds"]:
             stay, of = child.stays.get(number), parent.stays[number]
             if stay is None:
-                stay = Stay(child.pid, number, of.id, of.shape, of.is_original, of.mode, event["since"])
+                stay = Stay(child.pid, number, of.id, of.shape, of.is_original, of.mode, of.timeout, event["since"])
                 stay.inode, stay.is_inherited = of.inode, True
                 child.stays[number] = stay
                 self.stays.append(stay)

@@ -97,6 +97,11 @@ class Referee:
             self._close_field(rng, ending)
             self._heal()
             self._wait_for_programs()
+        except BaseException:
+            for pid in self._running:
+                os.kill(pid, signal.SIGKILL)
+            self._wait_for_programs()
+            raise
         finally:
             self._drain()
             os.close(self._pipe)
@@ -166,8 +171,10 @@ class Referee:
         places = [place for place in self.places if place.engine_id in used]
         pid = self._fork(lambda: self._construct_anew(places))
         self._event("heal", p=pid)
-        os.waitpid(pid, 0)
+        _, status = os.waitpid(pid, 0)
         self._drain()
+        if status != 0:
+            self._find("not healed", f"the constructor after everybody's death ended with wait status {status}")
         names = procfs.names("" if self.options.is_private else f"vllm_ec_{self.options.prefix}")
         if names:
             self._find("left at the end", f"names in /dev/shm: {names}")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import waits
+from . import judge, waits
 from .referee import Options, Round
 
 PROGRESS_EVERY_SECONDS = {True: 0.5, False: 30.0}  # on a terminal, and elsewhere
@@ -72,6 +72,8 @@ class Report:
             self.count("constructions", f"{kind}, {'creator' if event['creator'] else 'joiner'}")
         elif name == "refused":
             self.count("refusals", f"{'original' if event['original'] else 'ours'}, {event['error']}")
+            if judge.DIRECTORY_LOCKED in event["text"]:
+                self.count("refusals", "of these, for the lock of the directory")
         elif name in ("wrote", "saw", "pinned", "exec", "look", "checked"):
             self.count("acts", name)
         elif name == "forked":
