@@ -264,7 +264,8 @@ class Actor:
 
     def own_slot(self, hold: Hold) -> plan.Words:
         assert hold.words is not None
-        return plan.grid(hold.words)[self.orders.number + 1]
+        slot: plan.Words = plan.grid(hold.words)[self.orders.number + 1]
+        return slot
 
     def write(self, hold: Hold) -> None:
         slot = self.own_slot(hold)

@@ -47,14 +47,20 @@ class Place:
     stampede_weight: float
 
 
-def places(prefix: str) -> list[Place]:
-    return [
+# An unlinked region stays for as long as anybody maps it, so one id may take many times its size.
+COPIES = 16
+
+
+def places(prefix: str, room_bytes: float) -> list[Place]:
+    """Those for which a file system with so much room is large enough."""
+    every = [
         Place(f"{prefix}-tiny", Shape(1, 64), Shape(2, 32), Shape(3, 64), 0.42, 1.0),
         # Rows of a real encoder: not a multiple of a page.
         Place(f"{prefix}-rows", Shape(36, 7168), Shape(72, 3584), Shape(37, 7168), 0.32, 1.0),
         Place(f"{prefix}-some", Shape(768, 4096), Shape(1536, 2048), Shape(512, 4096), 0.24, 2.0),
         Place(f"{prefix}-big", Shape(16384, 4096), Shape(8192, 8192), Shape(16383, 4096), 0.02, 1.0),
     ]
+    return [place for place in every if place.right.total_bytes * COPIES <= room_bytes]
 
 
 def word(number: int, inode: int, sequence: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from pathlib import Path
 
@@ -14,6 +15,12 @@ def device() -> str:
     """The file system of /dev/shm, as /proc/PID/maps and /proc/locks write it."""
     number = os.stat(SHM).st_dev
     return f"{os.major(number):02x}:{os.minor(number):02x}"
+
+
+def room_bytes() -> float:
+    """Free bytes in /dev/shm. A tmpfs without a limit says that it has none at all, statfs(2)."""
+    room = os.statvfs(SHM)
+    return room.f_bavail * room.f_frsize if room.f_blocks else math.inf
 
 
 def mapped_regions(pid: int | str, prefix: str) -> list[tuple[str, int, bool]]:

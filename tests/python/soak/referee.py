@@ -65,7 +65,7 @@ class Round:
 class Referee:
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.places = plan.places(options.prefix)
+        self.places = plan.places(options.prefix, procfs.room_bytes())
         self._flags = mmap.mmap(-1, mmap.PAGESIZE)
         self._device = procfs.device()
         self._pipe = -1
@@ -195,7 +195,7 @@ class Referee:
             shape, delayed = place.right, procfs.run_delay_seconds()
             with actors.Region(place.engine_id, shape.num_blocks, shape.block_size_bytes, timeout=5) as region:
                 waited = region.waited_seconds - (procfs.run_delay_seconds() - delayed)
-                dirty = int(np.count_nonzero(np.frombuffer(region, dtype=np.uint8)))
+                dirty = int(np.count_nonzero(np.frombuffer(memoryview(region), dtype=np.uint8)))
                 tell("healed", id=place.engine_id, creator=region.is_creator, dirty=dirty, waited=waited)
 
     def _wait_for_programs(self) -> None:
