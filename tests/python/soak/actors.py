@@ -330,7 +330,7 @@ class Actor:
     def leave(self, hold: Hold) -> None:
         rng = self.rng
         how = rng.choices(["cleanup", "context", "drop", "view"], [60, 15, 15, 10])[0]
-        deadly = self.arming(0.08, 1e-6, 2e-3)
+        deadly = self.arming(0.2, 1e-6, 5e-4)
         self.holds.remove(hold)
         view = hold.words if how == "view" and not self.orders.is_original else None
         hold.words = None

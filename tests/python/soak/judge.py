@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -30,14 +31,15 @@ class Finding:
     at: float
 
 
-def judge(events: list[Event], may_be_left: dict[str, int]) -> list[Finding]:
-    """`may_be_left`: names and inodes that stood when everybody had ended."""
-    return list(_Judge(Record(events)).findings(may_be_left))
+def judge(events: list[Event], may_be_left: dict[str, int], excused: Counter[str] | None = None) -> list[Finding]:
+    """`may_be_left`: names and inodes that stood when everybody had ended. `excused`: counts what was left out."""
+    return list(_Judge(Record(events), Counter() if excused is None else excused).findings(may_be_left))
 
 
 @dataclass
 class _Judge:
     record: Record
+    excused: Counter[str]
 
     # What must never be.
 
@@ -82,6 +84,11 @@ class _Judge:
                 text = f"pid {event['child']} ended with status {event['status']}"
                 yield Finding("exit status", text, event["t"])
 
+    def _is_excused(self, kind: str, *stays: Stay) -> bool:
+        is_excused = any(self.record.has_adopted(stay) for stay in stays)
+        self.excused[kind] += is_excused
+        return is_excused
+
     def _twins(self) -> Iterator[Finding]:
         """Two who are surely there under one id, in different files, of which neither's name was given up in time."""
         for stays in self.record.by_id.values():
@@ -98,9 +105,11 @@ class _Judge:
                     if self.record.taken[other.inode] <= self.record.first_opened[one.inode]:
                         continue
                     pair = frozenset((one.inode, other.inode))
-                    if pair in reported or self.record.has_adopted(one) or self.record.has_adopted(other):
+                    if pair in reported:
                         continue
                     reported.add(pair)
+                    if self._is_excused("twin", one, other):
+                        continue
                     yield Finding("twin", f"`{one.id}`: {one.who} and {other.who}", other.opened)
 
     def _robbed(self) -> Iterator[Finding]:
@@ -110,7 +119,7 @@ class _Judge:
             is_told = event["e"] in ("saw", "checked") and is_gone
             if is_told and self.record.taken.get(event["ino"], math.inf) > event["t"]:
                 stay = self.record.process(event["p"]).stays[event["h"]]
-                if not self.record.has_adopted(stay):
+                if not self._is_excused("robbed", stay):
                     yield Finding("robbed", f"`{stay.id}`: {stay.who} sees that its name is gone", event["t"])
 
     def _seen(self) -> Iterator[Finding]:
@@ -125,12 +134,15 @@ class _Judge:
                         for stay in self.record.process(int(pid)).stays.values()
                         if stay.inode == inode and stay.is_surely_there(event["since"], event["t"])
                     ]
-                    if not there or self.record.has_adopted(there[0]) or self.record.taken[inode] <= event["t"]:
+                    stands = event["names"].get(name)
+                    if not there or self.record.taken[inode] <= event["t"] or not (is_deleted or stands != inode):
+                        continue
+                    if self._is_excused("robbed", there[0]):
                         continue
                     if is_deleted:
                         yield Finding("robbed", f"{there[0].who} maps a file whose name is gone", event["t"])
-                    elif event["names"].get(name) not in (inode, None):
-                        text = f"{there[0].who}, and `{name}` stands for inode {event['names'][name]}"
+                    elif stands is not None:
+                        text = f"{there[0].who}, and `{name}` stands for inode {stands}"
                         yield Finding("twin", text, event["t"])
 
     def _lost_writes(self) -> Iterator[Finding]:

@@ -18,6 +18,7 @@ import random
 import select
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,6 +61,7 @@ class Round:
     ending: str
     events: list[dict[str, Any]] = field(default_factory=list)
     findings: list[judge.Finding] = field(default_factory=list)
+    excused: Counter[str] = field(default_factory=Counter)
 
 
 class Referee:
@@ -106,7 +108,7 @@ class Referee:
             self._drain()
             os.close(self._pipe)
             os.close(self._write_end)
-        self._round.findings += judge.judge(self._round.events, may_be_left=self._left)
+        self._round.findings += judge.judge(self._round.events, self._left, self._round.excused)
         return self._round
 
     def _open_field(self, rng: random.Random, kind: str) -> None:

@@ -44,8 +44,16 @@ class Report:
         self.count("rounds", f"{played.kind}, {played.ending}")
         events = sorted(played.events, key=lambda event: event["t"])
         last_order: dict[int, str] = {}
+        last_report: dict[int, str] = {}
         for event in events:
             self._count_event(event, last_order)
+            if event["e"] == "reaped" and event["signal"]:
+                where = {"call": "in a constructor", "closing": "in a cleanup", "starting": "starting a program"}
+                self.count("where they died", where.get(last_report.get(event["child"], ""), "elsewhere"))
+            elif "n" in event:
+                last_report[event["p"]] = event["e"]
+        for kind, number in played.excused.items():
+            self.count("left out as the original's doing", kind, number)
         found = waits.longest(played.events)
         for name in ("wait_after_death", "judged_wait_after_death", "constructor"):
             setattr(self.longest, name, max(getattr(self.longest, name), getattr(found, name)))
