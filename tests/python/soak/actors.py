@@ -354,8 +354,7 @@ class Actor:
             if fault is not None or (own is not None and int(plan.grid(view)[self.orders.number + 1][0]) != own):
                 self.tell("wrong", what="wrong byte", text=f"in a view after cleanup: {fault}")
             del view
-        kept = "view" if how == "view" and not self.orders.is_original else how
-        self.tell("closed", h=hold.number, ino=hold.inode, standing=standing, how=kept)
+        self.tell("closed", h=hold.number, ino=hold.inode, standing=standing, how=how)
         if self.orders.runtime is not None and not self.orders.is_original:
             self.check_registrations()
         if not self.holds and rng.random() < 0.3:

@@ -232,7 +232,7 @@ class _Judge:
         for name, inode in may_be_left.items():
             id = name.removeprefix("vllm_ec_").removesuffix(".mmap")
             stays = self.record.by_id.get(id, [])
-            # Only a joiner of ours that goes out, with its mapping, looks whether it was the last.
+            # A joiner of ours that goes out looks whether it was the last, when its last view is gone.
             leavers = {id_of(s) for s in stays if s.closed < math.inf and not s.is_creator and s.looks_behind}
             deaths = [
                 stay.perhaps_until

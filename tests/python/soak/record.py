@@ -37,7 +37,6 @@ class Stay:
     closing: float = math.inf
     closed: float = math.inf
     refused: float = math.inf
-    has_kept_view: bool = False
     surely_until: float = -math.inf
     perhaps_until: float = math.inf
 
@@ -50,8 +49,8 @@ class Stay:
 
     @property
     def looks_behind(self) -> bool:
-        """Does its cleanup remove the file where nobody is left? A view that is kept is somebody."""
-        return not (self.is_original or self.is_inherited or self.has_kept_view)
+        """Does it remove the file, when its mapping is gone, where nobody is left?"""
+        return not (self.is_original or self.is_inherited)
 
     @property
     def who(self) -> str:
@@ -157,7 +156,6 @@ class Record:
             stay.prepares_from = stay.called + event["waited"]
         elif name in ("closing", "closed", "refused"):
             setattr(process.stays[event["h"]], name, at)
-            process.stays[event["h"]].has_kept_view = event.get("how") == "view"
         elif name == "armed":
             process.armed.append((at + event["seconds"], event["signal"]))
         elif name == "gone":
