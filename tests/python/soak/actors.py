@@ -51,7 +51,6 @@ class Orders:
     number: int
     places: list[plan.Place]
     is_original: bool
-    prefix: str
     starts_at: float
     first_place: int | None
     may_differ: bool  # regions of another total may be created; originals could not tell them from theirs

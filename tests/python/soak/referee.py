@@ -226,7 +226,6 @@ class Referee:
             number=number,
             places=self.places,
             is_original=options.originals and number % 3 == 2,
-            prefix=options.prefix,
             starts_at=starts_at,
             first_place=first,
             may_differ=not options.originals,
