@@ -7,5 +7,5 @@ ci/install.sh dev
 options=("$@")
 [[ " $* " =~ " "(--kills|--seconds|-h|--help)[=\ ] ]] || options=(--kills 10000 "$@")
 say "soak: ${options[*]}"
-# -P: the installed package is what is soaked. A whole engine of numpy's threads in every process would be no use.
+# -P: the installed package is what is soaked. Threads of numpy's would not survive the referee's forks.
 PYTHONPATH=tests/python OPENBLAS_NUM_THREADS=1 exec "$VENV_PYTHON" -P -m soak "${options[@]}"

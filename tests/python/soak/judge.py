@@ -221,10 +221,7 @@ class _Judge:
     def _waits(self) -> Iterator[Finding]:
         for wait in waits.after_deaths(self.record):
             if wait.judged_seconds > waits.LONGEST_SECONDS:
-                text = (
-                    f"`{wait.stay.id}`: pid {wait.stay.pid} waited {wait.seconds:.3f} s after the death of pid "
-                    f"{wait.dead_pid}, {wait.seconds - wait.judged_seconds:.3f} s of it stopped or without a processor"
-                )
+                text = f"`{wait.stay.id}`: pid {wait.stay.pid} waited after the death of pid {wait.dead_pid}: {wait}"
                 yield Finding("wait", text, wait.stay.called)
 
     def _left(self, may_be_left: dict[str, int]) -> Iterator[Finding]:

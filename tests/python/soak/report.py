@@ -54,10 +54,7 @@ class Report:
                 last_report[event["p"]] = event["e"]
         for kind, number in played.excused.items():
             self.count("left out as the original's doing", kind, number)
-        found = waits.longest(played.events)
-        for name in ("wait_after_death", "judged_wait_after_death", "constructor"):
-            setattr(self.longest, name, max(getattr(self.longest, name), getattr(found, name)))
-        self.longest.waits_after_death += found.waits_after_death
+        self.longest.add(waits.longest(played.events))
         if played.findings:
             log = logs / f"round-{played.number}.jsonl"
             logs.mkdir(parents=True, exist_ok=True)
@@ -140,8 +137,8 @@ class Report:
             },
             "kinds_of_round": dict(sorted(self.counts.get("rounds", {}).items())),
             "waits_after_a_death": self.longest.waits_after_death,
-            "longest_wait_after_a_death_ms": round(self.longest.wait_after_death * 1e3, 1),
-            "longest_wait_after_a_death_judged_ms": round(self.longest.judged_wait_after_death * 1e3, 1),
+            "longest_wait_after_a_death": self.longest.wait_in_words,
+            "longest_without_these_ms": round(self.longest.judged_wait_after_death * 1e3, 1),
             "longest_constructor_ms": round(self.longest.constructor * 1e3, 1),
             "findings": self.findings,
         }

@@ -16,7 +16,22 @@ class Wait:
     stay: Stay
     dead_pid: int
     seconds: float
-    judged_seconds: float
+    # What is no fault of the dead: the waiter was ready, and others ran; an actor was stopped by order; a creator
+    # that lived prepared its file, or an original waited for a size.
+    delayed: float
+    stopped: float
+    behind_the_living: float
+
+    @property
+    def judged_seconds(self) -> float:
+        return max(0.0, self.seconds - self.delayed - self.stopped - self.behind_the_living)
+
+    def __str__(self) -> str:
+        parts = [self.seconds, self.delayed, self.stopped, self.behind_the_living]
+        whole, delayed, stopped, behind = (round(part * 1e3) for part in parts)
+        return (
+            f"{whole} ms: {delayed} without a processor, {stopped} with an actor stopped, {behind} behind a living creator"
+        )
 
 
 def after_deaths(record: Record) -> Iterator[Wait]:
@@ -42,9 +57,14 @@ def after_deaths(record: Record) -> Iterator[Wait]:
                 # A creator waits until it has made the file; what follows is the work of one who lives.
                 until = stay.prepares_from if stay.is_creator else answer["t"]
                 seconds = until - died
-                excuse = answer["delayed"] + _overlap(stopped, died, until)
-                excuse += _behind_the_living(record.by_id[stay.id], died, until)
-                yield Wait(stay, process.pid, seconds, seconds - excuse)
+                yield Wait(
+                    stay,
+                    process.pid,
+                    seconds,
+                    min(answer["delayed"], seconds),
+                    _overlap(stopped, died, until),
+                    _behind_the_living(record.by_id[stay.id], died, until),
+                )
                 break
 
 
@@ -81,18 +101,24 @@ class Longest:
     """The longest times of a round, for the summary."""
 
     wait_after_death: float = 0.0
+    wait_in_words: str = "none"
     judged_wait_after_death: float = 0.0
     constructor: float = 0.0
     waits_after_death: int = 0
+
+    def add(self, other: Longest) -> None:
+        if other.wait_after_death > self.wait_after_death:
+            self.wait_after_death, self.wait_in_words = other.wait_after_death, other.wait_in_words
+        self.judged_wait_after_death = max(self.judged_wait_after_death, other.judged_wait_after_death)
+        self.constructor = max(self.constructor, other.constructor)
+        self.waits_after_death += other.waits_after_death
 
 
 def longest(events: list[Event]) -> Longest:
     record = Record(events)
     result = Longest()
     for wait in after_deaths(record):
-        result.waits_after_death += 1
-        result.wait_after_death = max(result.wait_after_death, wait.seconds)
-        result.judged_wait_after_death = max(result.judged_wait_after_death, wait.judged_seconds)
+        result.add(Longest(wait.seconds, str(wait), wait.judged_seconds, 0.0, 1))
     for event in events:
         if event["e"] == "open":
             result.constructor = max(result.constructor, event["took"])
