@@ -27,11 +27,12 @@ class Wait:
         return max(0.0, self.seconds - self.delayed - self.stopped - self.behind_the_living)
 
     def __str__(self) -> str:
-        parts = [self.seconds, self.delayed, self.stopped, self.behind_the_living]
-        whole, delayed, stopped, behind = (round(part * 1e3) for part in parts)
-        return (
-            f"{whole} ms: {delayed} without a processor, {stopped} with an actor stopped, {behind} behind a living creator"
-        )
+        parts = {
+            "without a processor": self.delayed,
+            "with an actor stopped": self.stopped,
+            "behind a living creator": self.behind_the_living,
+        }
+        return f"{self.seconds * 1e3:.0f} ms: " + ", ".join(f"{part * 1e3:.0f} {name}" for name, part in parts.items())
 
 
 def after_deaths(record: Record) -> Iterator[Wait]:
