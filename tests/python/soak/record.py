@@ -101,6 +101,11 @@ class Record:
             inode: min((s.closing for s in stays if s.is_creator), default=math.inf)
             for inode, stays in self.by_inode.items()
         }
+        # When somebody began to look and then saw that the file had a name.
+        self.last_named: dict[int, float] = {}
+        for event in self.events:
+            if event["e"] == "saw" and event["links"] > 0:
+                self.last_named[event["ino"]] = max(event["since"], self.last_named.get(event["ino"], -math.inf))
         self.first_opened = {inode: min(s.opened for s in stays) for inode, stays in self.by_inode.items()}
 
     def process(self, pid: int) -> Process:
@@ -180,10 +185,14 @@ class Record:
             stay.opened = min(stay.opened, at)
 
     def has_adopted(self, stay: Stay) -> bool:
-        """An original that joined while nobody was surely in: the file may have been dead, and under reclamation."""
+        """An original that joined while nobody was surely in: the file may have been dead, and under reclamation.
+
+        Not where anybody saw the name after that: then the original was alive in a file with a name.
+        """
         return (
             stay.is_original
             and not stay.is_creator
+            and self.last_named.get(stay.inode, -math.inf) < stay.opened
             and not any(
                 other.is_surely_there(stay.called, stay.opened)
                 for other in self.by_inode[stay.inode]
