@@ -124,3 +124,15 @@ def test_a_death_that_nobody_ordered() -> None:
     dead = stay(1, 10, 0.0, 1.0)
     dead[2]["signal"], dead[3]["signal"] = 9, 7
     assert kinds_of(*dead) == ["signal death"]
+
+
+def test_only_an_original_that_may_have_adopted_a_dead_file_is_left_out() -> None:
+    adopter, ours = stay(1, 10, 0.0, 1.0, creator=False), stay(2, 11, 0.5, 2.0)
+    assert kinds_of(*adopter, *ours) == ["twin"]
+    adopter[0]["original"] = True
+    assert kinds_of(*adopter, *ours) == []
+    # It was seen in a file with a name, so it was alive there.
+    saw = told(1, 0.1, "saw", h=1, id=TINY, ino=10, links=1, words=[0] * 16, since=0.1)
+    assert kinds_of(*adopter, saw, *ours) == ["twin"]
+    # Somebody else was surely in when it came.
+    assert "twin" in kinds_of(*stay(3, 10, -1.0, 0.3), *adopter, *ours)
