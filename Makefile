@@ -2,7 +2,7 @@
 # `make` alone lists the targets. ARGS goes on to the program that a target ends in: `make demo ARGS=--json`.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-rust test-python test-gpu wheel aarch64 bench bench-gpu install clean distclean
+.PHONY: help demo test lint test-rust test-python test-gpu model soak wheel aarch64 bench bench-gpu install clean distclean
 # One step at a time, also under `make -j`: cargo uses every core by itself.
 .NOTPARALLEL:
 
@@ -28,6 +28,12 @@ test-python: ## run the Python tests only, on the installed wheel; ARGS goes to 
 
 test-gpu: ## run the tests that need a GPU; ARGS goes to pytest
 	@ci/test.sh python -m gpu $(ARGS)
+
+model: ## check the model of the protocol in every configuration; ARGS is a part of a configuration's name
+	@ci/model.sh $(ARGS)
+
+soak: ## processes race and die for as long as you like: ARGS="--kills 10000", "--seed 7", "--originals", --help
+	@ci/soak.sh $(ARGS)
 
 wheel: ## build a manylinux_2_17 wheel for this machine's processor into dist/, and inspect it
 	@ci/wheel.sh
