@@ -228,9 +228,16 @@ impl<'s> Opening<'s> {
             Probe::Changed => Ok(Look::Again),
             Probe::Locked => Ok(Look::Wait(WaitState::FileLocked)),
             Probe::Live(found) => match self.assess(&found) {
-                // A process that was killed is not gone at once: unmapping a large region takes its time.
-                Err(error) if found.is_held_by_the_dying_only() => Ok(Look::AnotherLives(error)),
-                Err(error) => Err(error),
+                Err(error) => {
+                    // The look through /proc takes milliseconds: not under the lock. `found` keeps the inode.
+                    drop(locked);
+                    // A process that was killed is not gone at once: unmapping a large region takes its time.
+                    if found.is_held_by_the_dying_only() {
+                        Ok(Look::AnotherLives(error))
+                    } else {
+                        Err(error)
+                    }
+                }
                 Ok(Some(state)) => Ok(Look::Wait(state)),
                 Ok(None) => Ok(match locked.attach(&self.name, &found, self.spec.geometry)? {
                     Attach::Attached(file) => Look::Done(Role::Joiner, file),

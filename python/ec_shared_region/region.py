@@ -369,7 +369,7 @@ def _whole_number(what: str, value: Any, smallest: int = 0) -> int:
     except TypeError:  # an array of several numbers has the method all the same
         raise _argument_error(errors.ArgumentTypeError, f"invalid {what}: {wrong_type}", hint) from None
     if number < smallest or number < 0:
-        shown = str(number) if number > -(1 << 64) else f"a negative integer of {number.bit_length()} bits"
+        shown = str(number) if number.bit_length() < 1000 else f"a negative integer of {number.bit_length()} bits"
         text = f"invalid {what}: {shown}: it must be at least 1"
         raise _argument_error(errors.InvalidArgumentError, text, hint)
     if number >= 1 << 60:
