@@ -1,5 +1,4 @@
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Self, TypedDict, final
 
 from typing_extensions import disjoint_base
@@ -98,7 +97,7 @@ class PinOutcome:
     @property
     def backend(self) -> str | None: ...
     @property
-    def library_path(self) -> Path | None: ...
+    def library_path(self) -> str | None: ...
     @property
     def pieces(self) -> int: ...
     @property

@@ -160,7 +160,7 @@ def result_of(outcome: _core.PinOutcome, nbytes: int) -> PinResult:
     return PinResult(
         ok=outcome.is_pinned,
         backend=outcome.backend,
-        library_path=None if outcome.library_path is None else str(outcome.library_path),
+        library_path=outcome.library_path,
         pieces=outcome.pieces,
         bytes=nbytes if outcome.is_pinned else 0,
         seconds=outcome.elapsed_seconds,

@@ -73,7 +73,7 @@ pub(super) struct PyPinOutcome {
     /// "cudart" (through cudarc), "torch" (`torch.cuda.cudart()`), or None where there was nobody to ask.
     backend: Option<&'static str>,
     /// The library that answered.
-    library_path: Option<PathBuf>,
+    library_path: Option<String>,
     /// Registrations that were made.
     pieces: usize,
     /// Pieces that somebody else had registered before.
@@ -101,7 +101,7 @@ impl PyPinOutcome {
         Self {
             is_pinned: true,
             backend: Some(report.backend),
-            library_path: report.library_path,
+            library_path: report.library_path.map(text),
             pieces: report.pieces,
             foreign_pieces: report.foreign_pieces,
             elapsed_seconds: report.elapsed.as_secs_f64(),
@@ -112,7 +112,7 @@ impl PyPinOutcome {
     fn refused(refused: PinRefused, not_undone: &[Refusal]) -> Self {
         Self {
             backend: Some(refused.backend),
-            library_path: refused.library_path,
+            library_path: refused.library_path.map(text),
             refused_bytes: Some(refused.piece_bytes),
             elapsed_seconds: refused.elapsed.as_secs_f64(),
             call: refused.refusal.call,
@@ -150,11 +150,17 @@ impl PyPinOutcome {
                 outcome.code = Some(refusal.code);
                 outcome.name = refusal.name;
                 outcome.text = refusal.text;
-                outcome.library_path = library_path;
+                outcome.library_path = library_path.map(text);
             }
         }
         outcome
     }
+}
+
+/// A path as text: a `pathlib.Path` would have to be imported, and Python code that runs below a function of
+/// ours is where the end of the interpreter catches a daemon thread.
+fn text(path: PathBuf) -> String {
+    path.to_string_lossy().into_owned()
 }
 
 /// One line for all registrations that the driver would not take back.
