@@ -22,7 +22,7 @@ use std::time::Instant;
 
 use ec_shared_region::step::Step;
 use machine::Action;
-use protocol::{Protocol, Setting};
+use protocol::Setting;
 use state::State;
 use stateright::{Checker, DiscoveryClassification, HasDiscoveries, Model, Path};
 
@@ -176,23 +176,6 @@ fn every_step_is_taken() {
     }
     for step in Step::ALL {
         assert_ne!(taken.contains(step), not_modelled.contains(step), "{}", step.name());
-    }
-}
-
-/// `src/` as it is has the holes that `mutations.rs` names, and no others.
-#[test]
-#[ignore = "a minute: `make model`"]
-fn exhaustive_as_built() {
-    for (name, mut setting) in settings::exhaustive() {
-        let is_large = setting.actors.len() > 3 || (setting.actors.len() == 3 && setting.more_lives > 0);
-        if is_large || Protocol::AS_BUILT == Protocol::WHOLE {
-            continue;
-        }
-        setting.protocol = Protocol::AS_BUILT;
-        for (violated, trace) in run(&setting, false).violations {
-            let is_known = [properties::NOTHING_LEFT, properties::HEALS, properties::SPACE].contains(&violated);
-            assert!(is_known, "{name}: {trace}");
-        }
     }
 }
 

@@ -162,15 +162,3 @@ fn mutation_failure_at_linked_leaves_the_name_is_caught() {
         &[NOTHING_LEFT, HEALS],
     );
 }
-
-/// What `src/` does, in a configuration that shows none of its holes: the directory has room, nothing
-/// fails. The holes are above.
-#[test]
-fn what_is_built_holds_where_nothing_fails() {
-    let setting = Setting {
-        protocol: Protocol::AS_BUILT,
-        failures: false,
-        ..Setting::new(&[OURS, OURS, OURS])
-    };
-    super::check(&[("as built, nothing fails", setting)]);
-}

@@ -28,7 +28,7 @@ pub struct Protocol {
     pub last_one_out_cleans: bool,
     /// A creator that fails takes back its name (C7).
     pub abandons: bool,
-    // Holes that were found. [`Protocol::AS_BUILT`] says which of them `src/` still has.
+    // Holes that the model found in `src/`, closed since.
     /// A constructor that fails when others may have its file looks whether it was the last one out, as one that closes does.
     pub failed_joiner_looks_back: bool,
     /// The last view of a closed region does the same when it goes.
@@ -58,8 +58,6 @@ impl Protocol {
         looks_at_room_twice: true,
         abandons_at_linked: true,
     };
-    /// What `src/` does.
-    pub const AS_BUILT: Self = Self::WHOLE;
 }
 
 /// What the documentation allows (`docs/protocol.md`, "Limits"). Each of them is real: a test turns it off
