@@ -36,6 +36,8 @@ pub struct CheckReport {
     /// Permission bits.
     pub mode: u32,
     pub uid: u32,
+    /// A creator is still at work: not every byte is backed yet.
+    pub is_being_prepared: bool,
     /// A block size that another holder announces and that is not ours.
     pub foreign_block_size: Option<u64>,
     /// Processes that have it open or mapped, as far as they can be seen from here; this one is among them.
@@ -91,6 +93,7 @@ pub fn check(file: &File, directory: &Directory, name: &CStr, geometry: Geometry
         links: meta.nlink(),
         mode: meta.mode() & 0o7777,
         uid: meta.uid(),
+        is_being_prepared: lock::is_being_prepared(file),
         foreign_block_size: lock::announced_block_size(file)
             .filter(|&announced| announced != geometry.block_size_bytes() as u64),
         holders: holders::of(identity),

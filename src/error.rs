@@ -51,6 +51,19 @@ pub enum Error {
         errno: i32,
     },
 
+    /// `huge_pages="require"`, and not every whole huge page of the region is one.
+    #[error(
+        "huge pages are required for `{path}`: {huge_bytes} of {wanted_bytes} bytes are in huge pages: {reason}",
+        path = path.display()
+    )]
+    NoHugePages {
+        path: PathBuf,
+        /// The whole huge pages of the region; 0 where it is smaller than one.
+        wanted_bytes: u64,
+        huge_bytes: u64,
+        reason: String,
+    },
+
     /// Something at the path is not a region file of ours. It was not touched.
     #[error("refused the file at `{path}`: {reason}", path = path.display())]
     Foreign { path: PathBuf, reason: String, errno: i32 },
@@ -245,6 +258,10 @@ pub enum Warning {
         current_bytes: u64,
         limit_bytes: u64,
     },
+
+    /// The pages are placed as the kernel does by default.
+    #[error("the NUMA policy of `{path}` was not set: {source}", path = path.display(), source = io::Error::from_raw_os_error(*errno))]
+    Numa { path: PathBuf, errno: i32 },
 }
 
 impl Warning {
@@ -254,6 +271,13 @@ impl Warning {
         match self {
             Self::ControlGroup { .. } => {
                 "raise the container's memory limit by the size of the region, or the kernel may kill a process while pages are reserved"
+            }
+            Self::Numa {
+                errno: nix::libc::EINVAL,
+                ..
+            } => "the node must exist and be among those that this process may use (`numactl --show`)",
+            Self::Numa { .. } => {
+                "the region works and is placed as the kernel does by default; in a container, CAP_SYS_NICE lets the call through"
             }
         }
     }
@@ -274,6 +298,7 @@ impl Error {
         match self {
             Self::NoSpace { errno, .. } | Self::Foreign { errno, .. } => Some(*errno),
             Self::Exists { .. } => Some(nix::libc::EEXIST),
+            Self::NoHugePages { .. } => Some(nix::libc::ENOMEM),
             Self::Timeout {
                 state: WaitState::NoFile { .. },
                 ..
@@ -290,6 +315,7 @@ impl Error {
         match self {
             Self::GeometryMismatch { path, .. }
             | Self::NoSpace { path, .. }
+            | Self::NoHugePages { path, .. }
             | Self::Foreign { path, .. }
             | Self::Exists { path, .. }
             | Self::Timeout { path, .. }
@@ -308,7 +334,7 @@ impl Error {
             Self::InvalidNumber { what: "timeout", .. } => {
                 "give seconds as a number, for example 30.0".into()
             }
-            Self::InvalidNumber { what: "mode" | "populate", .. } => {
+            Self::InvalidNumber { what: "mode" | "populate" | "huge_pages" | "numa", .. } => {
                 "see the constructor's documentation for the words it takes".into()
             }
             Self::InvalidNumber { what: "num_blocks", .. } => {
@@ -333,6 +359,10 @@ impl Error {
                 }
                 Resource::FileSizeLimit => "raise it with `ulimit -f unlimited`".into(),
             },
+            Self::NoHugePages { .. } => {
+                "huge_pages=\"auto\" takes what there is; to have more, free memory, restart long-running processes, or mount /dev/shm with huge=within_size"
+                    .into()
+            }
             Self::Foreign { .. } => {
                 "it was left untouched; remove it if it is not needed, or use another engine_id".into()
             }

@@ -3,7 +3,6 @@
 #![allow(unsafe_code)] // `fstat` of a caller's number, in one place
 
 use std::ffi::CStr;
-use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::path::PathBuf;
@@ -248,7 +247,7 @@ fn allocated_bytes(stat: &FileStat) -> u64 {
 ///
 /// # Errors
 /// The error of `fstat(2)`.
-pub fn is_backed(file: &File, total_bytes: usize) -> io::Result<bool> {
+pub fn is_backed(file: &impl AsFd, total_bytes: usize) -> io::Result<bool> {
     Ok(allocated_bytes(&fstat(file)?) >= total_bytes as u64)
 }
 
@@ -309,7 +308,12 @@ mod tests {
             };
             assert_eq!(found.announced_block_size(), Some(128));
             assert!(found.is_being_prepared());
-            drop(file);
+            drop(file.preparing);
+            let Probe::Live(found) = locked.probe(name).unwrap() else {
+                panic!("it is prepared, and its creator is alive");
+            };
+            assert!(!found.is_being_prepared());
+            drop((found, file.file));
             assert!(matches!(locked.probe(name).unwrap(), Probe::Dead { .. }));
         });
     }
@@ -319,12 +323,12 @@ mod tests {
         with_locked(|path, locked| {
             let name = c"vllm_ec_a.mmap";
             let old = locked.publish(name, shape(1, 64)).unwrap().unwrap();
-            assert!(locked.drop_name(name, &old).unwrap());
+            assert!(locked.drop_name(name, &old.file).unwrap());
             let new = locked.publish(name, shape(1, 64)).unwrap().unwrap();
-            assert!(!locked.drop_name(name, &old).unwrap());
+            assert!(!locked.drop_name(name, &old.file).unwrap());
             assert!(path.join("vllm_ec_a.mmap").exists());
-            assert!(locked.drop_name(name, &new).unwrap());
-            assert!(!locked.drop_name(name, &new).unwrap());
+            assert!(locked.drop_name(name, &new.file).unwrap());
+            assert!(!locked.drop_name(name, &new.file).unwrap());
         });
     }
 

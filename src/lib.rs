@@ -2,7 +2,7 @@
 //!
 //! The path of the data, from top to bottom: [`spec`] says what is wanted, [`directory`], [`mod@file`] and
 //! `publish` find or make the file, with [`lock`] and [`holders`] for signs of life and [`wait`] for time, [`mapping`] maps it,
-//! [`prefault`] puts pages behind it, [`pin`] registers it with a device ([`cuda`] is the only file that
+//! [`reserve`], [`numa`], [`huge`] and [`prefault`] put pages behind it, [`pin`] registers it with a device ([`cuda`] is the only file that
 //! names cudarc), and [`region`] is the state machine over all of them. [`reap`] removes what the dead
 //! left. The `python` module is the only one that names pyo3.
 
@@ -13,16 +13,19 @@ pub mod error;
 pub mod file;
 pub mod fork;
 pub mod holders;
+pub mod huge;
 #[cfg(feature = "cuda")]
 pub mod locate;
 pub mod lock;
 pub mod mapping;
+pub mod numa;
 mod opening;
 pub mod pin;
 pub mod prefault;
 mod publish;
 pub mod reap;
 pub mod region;
+pub mod reserve;
 mod retry;
 pub mod spec;
 pub mod step;
@@ -35,4 +38,4 @@ mod python;
 
 pub use error::{Error, Result};
 pub use region::{DEV_SHM, OpenReport, Region, Role};
-pub use spec::{EngineId, Geometry, Mode, Populate, Spec};
+pub use spec::{EngineId, Geometry, HugePages, Mode, Numa, Populate, Spec};

@@ -135,22 +135,29 @@ pub fn announced_nonce(fd: &impl AsFd) -> Option<u64> {
     conflict(fd, NONCE, 0).and_then(|start| u64::try_from(start - NONCE).ok())
 }
 
-pub fn begin_preparing(fd: &impl AsFd) {
-    let _ = set(fd, libc::F_WRLCK, PREPARING);
+/// "Being prepared": every byte may be there or not. Stands until dropped, on an open file that nobody maps: a
+/// mapping is inherited by forked children, and the sign with it.
+#[derive(Debug)]
+pub struct Preparing(Unshared);
+
+impl Preparing {
+    /// Where there are no OFD locks nothing is announced.
+    pub fn begin(file: Unshared) -> Self {
+        let _ = set(&file, libc::F_WRLCK, PREPARING);
+        Self(file)
+    }
+
+    #[must_use]
+    pub fn file(&self) -> &Unshared {
+        &self.0
+    }
 }
 
-/// # Errors
-/// The sign may still stand, and others would wait for it. Where there are no OFD locks none ever did.
-pub fn end_preparing(fd: &impl AsFd) -> io::Result<()> {
-    set(fd, libc::F_UNLCK, PREPARING).or_else(|errno| {
-        // Locks of one open file are no conflict for itself: another one sees whether the sign stands.
-        let other = std::fs::File::open(format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd()))?;
-        if is_being_prepared(&other) {
-            Err(errno.into())
-        } else {
-            Ok(())
-        }
-    })
+impl Drop for Preparing {
+    fn drop(&mut self) {
+        // Closing takes it back as well, but for a copy that a raw `clone` made.
+        let _ = set(&self.0, libc::F_UNLCK, PREPARING);
+    }
 }
 
 pub fn is_being_prepared(fd: &impl AsFd) -> bool {
@@ -267,11 +274,10 @@ mod tests {
     #[test]
     fn preparing_begins_and_ends() {
         let pair = file();
-        let creator = writer(&pair);
         let reader = File::open(&pair.path).unwrap();
-        begin_preparing(&creator);
+        let preparing = Preparing::begin(Unshared::from(std::os::fd::OwnedFd::from(writer(&pair))));
         assert!(is_being_prepared(&reader));
-        end_preparing(&creator).unwrap();
+        drop(preparing);
         assert!(!is_being_prepared(&reader));
     }
 

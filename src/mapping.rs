@@ -9,7 +9,9 @@ use std::ops::Range;
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use memmap2::{Advice, MmapOptions, MmapRaw};
+use memmap2::{Advice, MmapOptions, MmapRaw, RemapOptions};
+use nix::errno::Errno;
+use nix::libc;
 
 /// A shared, readable and writable mapping of a whole region. Unmapped on drop, through libc.
 pub struct Mapping {
@@ -52,10 +54,16 @@ impl Mapping {
     /// Maps `len_bytes` from the start of `file`, which must be that long: the caller checked it on
     /// this very descriptor, and nobody who keeps the protocol shortens a file.
     ///
+    /// The address is a multiple of `align_bytes` where the region is that large and the address space lets it
+    /// be: a huge page can only be mapped where address and file offset agree.
+    ///
     /// # Errors
     /// The error of `mmap(2)`.
-    pub fn new(file: &File, len_bytes: usize) -> io::Result<Self> {
-        let raw = MmapOptions::new().len(len_bytes).map_raw(file)?;
+    pub fn new(file: &File, len_bytes: usize, align_bytes: usize) -> io::Result<Self> {
+        let mut raw = MmapOptions::new().len(len_bytes).map_raw(file)?;
+        if len_bytes >= align_bytes && !is_aligned(&raw, align_bytes) {
+            raw = map_aligned(file, len_bytes, align_bytes, raw)?;
+        }
         Ok(Self {
             start: raw.as_mut_ptr(),
             raw: Some(raw),
@@ -108,6 +116,35 @@ impl Mapping {
         self.advise(Advice::PopulateRead, &range)
     }
 
+    /// Asks for huge pages where the filesystem has some, or for none (`MADV_HUGEPAGE`, `MADV_NOHUGEPAGE`).
+    ///
+    /// # Errors
+    /// The error of `madvise(2)`; `EINVAL` where the kernel has no huge pages.
+    pub fn want_huge_pages(&self, range: Range<usize>, is_wanted: bool) -> io::Result<()> {
+        let advice = if is_wanted {
+            Advice::HugePage
+        } else {
+            Advice::NoHugePage
+        };
+        self.advise(advice, &range)
+    }
+
+    /// Puts a huge page behind each extent of the range, zeroed where the file has no page, and maps it
+    /// (`MADV_COLLAPSE`, Linux 6.1). An extent without any page is passed over: one must be there.
+    ///
+    /// # Errors
+    /// The error of `madvise(2)`, of the first extent that failed; `EINVAL` where the kernel does not know the
+    /// advice or huge pages of shared memory are denied.
+    pub fn collapse(&self, range: Range<usize>) -> io::Result<()> {
+        const MADV_COLLAPSE: libc::c_int = 25; // linux/mman.h; memmap2 does not name it
+
+        let start = self.checked(&range).ok_or(Errno::EINVAL)?;
+        // SAFETY: `checked` saw that the range lies within the mapping, which `self` keeps; the advice moves bytes
+        // to other physical pages and changes none.
+        Errno::result(unsafe { libc::madvise(start.cast(), range.len(), MADV_COLLAPSE) })?;
+        Ok(())
+    }
+
     /// Writes to one byte of each page of the range without changing it, whatever other processes
     /// store meanwhile. The pages must be backed: a touch that the filesystem cannot serve is SIGBUS.
     pub fn touch_write(&self, range: Range<usize>, page_bytes: usize) {
@@ -132,6 +169,36 @@ impl Mapping {
     }
 }
 
+fn is_aligned(raw: &MmapRaw, align_bytes: usize) -> bool {
+    (raw.as_mut_ptr() as usize).is_multiple_of(align_bytes.max(1))
+}
+
+/// The kernel chooses addresses from the top down, so a mapping that is longer by what the first one is off
+/// begins that much lower. What is too long lies behind the end of the file and is taken off again.
+fn map_aligned(file: &File, len_bytes: usize, align_bytes: usize, first: MmapRaw) -> io::Result<MmapRaw> {
+    const MOST_TRIES: u32 = 4; // other threads map as well
+
+    let mut raw = first;
+    let mut excess_bytes = 0;
+    for _ in 0..MOST_TRIES {
+        excess_bytes = (excess_bytes + raw.as_mut_ptr() as usize % align_bytes) % align_bytes;
+        drop(raw);
+        raw = match MmapOptions::new().len(len_bytes + excess_bytes).map_raw(file) {
+            Ok(raw) => raw,
+            // The address space is limited: better at any address than not at all.
+            Err(_) => return MmapOptions::new().len(len_bytes).map_raw(file),
+        };
+        if is_aligned(&raw, align_bytes) {
+            break;
+        }
+    }
+    if excess_bytes > 0 {
+        // SAFETY: nobody has the address yet; a shorter mapping stays where it is.
+        unsafe { raw.remap(len_bytes, RemapOptions::new())? };
+    }
+    Ok(raw)
+}
+
 /// The page size of this machine: 4 KiB on x86-64, 64 KiB on some aarch64 kernels.
 #[must_use]
 pub fn page_bytes() -> usize {
@@ -151,7 +218,7 @@ mod tests {
     fn mapped(len: usize) -> (File, Mapping) {
         let file = tempfile::tempfile_in("/dev/shm").unwrap();
         file.set_len(len as u64).unwrap();
-        let mapping = Mapping::new(&file, len).unwrap();
+        let mapping = Mapping::new(&file, len, page_bytes()).unwrap();
         (file, mapping)
     }
 
@@ -176,6 +243,23 @@ mod tests {
         mapping.touch_read(page..2 * page, page);
         assert_eq!(file.metadata().unwrap().blocks(), 0);
         assert!(mapping.populate_write(0..3 * page).is_err());
+    }
+
+    #[test]
+    fn a_large_mapping_is_aligned_and_ends_with_the_file() {
+        let align = 2 << 20;
+        for len in [align, align + 1, 3 * align - 4096, 5 * align + 4096] {
+            let file = tempfile::tempfile_in("/dev/shm").unwrap();
+            file.set_len(len as u64).unwrap();
+            let mappings: Vec<_> = (0..3).map(|_| Mapping::new(&file, len, align).unwrap()).collect();
+            let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+            for mapping in mappings {
+                let start = mapping.as_ptr() as usize;
+                assert_eq!(start % align, 0);
+                let line = format!("{start:08x}-{:08x} ", (start + len).next_multiple_of(page_bytes()));
+                assert!(maps.contains(&line), "no {line} in {maps}");
+            }
+        }
     }
 
     #[test]

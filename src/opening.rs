@@ -4,18 +4,23 @@
 
 use std::ffi::CString;
 use std::fs::File;
+use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use crate::directory::Directory;
-use crate::error::{Available, Error, FoundGeometry, Result, WaitState};
+use crate::error::{Available, Error, FoundGeometry, Result, WaitState, Warning};
 use crate::file::{Attach, Found, Probe, is_backed};
 use crate::fork::Unshared;
-use crate::lock;
-use crate::mapping::Mapping;
-use crate::prefault::{self, Access, Method, PrefaultReport};
+use crate::huge;
+use crate::lock::{self, Preparing};
+use crate::mapping::{Mapping, page_bytes};
+use crate::numa;
+use crate::prefault::{self, PrefaultReport, Site};
+use crate::publish::Publication;
 use crate::reap::{self, Reclaimed};
 use crate::region::{OpenReport, Role};
+use crate::reserve::{self, Fault};
 use crate::spec::{Mode, Populate, Spec};
 use crate::step::{Step, reached};
 use crate::wait::Waiter;
@@ -34,13 +39,12 @@ pub(crate) struct Opening<'s> {
     path: PathBuf,
     has_swept: bool,
     reclaimed: Vec<Reclaimed>,
-    /// Others may have mapped the file: it is not ours alone to take back.
-    has_let_others_in: bool,
 }
 
 /// What one look at the name led to.
 enum Look {
-    Done(Role, Unshared),
+    Made(Publication),
+    Joined(Unshared),
     /// A live file that is in the way, held only by processes that are dying: the error if it stays so.
     AnotherLives(Error),
     /// Something was changed, or changed under us: look again at once.
@@ -50,9 +54,24 @@ enum Look {
     WaitForSpace(Error),
 }
 
+/// What looking ended with.
+enum FoundOrMade {
+    Made(Publication),
+    Joined(Unshared),
+}
+
+/// A file that is mapped.
+struct Prepared {
+    mapping: Mapping,
+    prefault: PrefaultReport,
+    is_ready: bool,
+}
+
 /// What a constructor came to.
 pub(crate) struct Opened {
     pub(crate) role: Role,
+    /// Every byte is known to be backed.
+    pub(crate) is_ready: bool,
     pub(crate) file: File,
     pub(crate) mapping: Mapping,
     pub(crate) directory: Directory,
@@ -70,7 +89,6 @@ impl<'s> Opening<'s> {
             path: directory.join(spec.id.file_name()),
             has_swept: false,
             reclaimed: Vec::new(),
-            has_let_others_in: false,
         })
     }
 
@@ -78,17 +96,28 @@ impl<'s> Opening<'s> {
     pub(crate) fn open(mut self, waiter: &mut Waiter<'_, '_>) -> Result<Opened> {
         let mut attempts = 0;
         loop {
-            let (role, unshared) = self.find_or_make(waiter)?;
+            let found = self.find_or_make(waiter)?;
             let waited = waiter.elapsed();
-            let prepared = match role {
-                Role::Creator => self.prepare(unshared.file(), waiter),
-                Role::Joiner => self.join(unshared.file(), waiter),
+            let (role, unshared, prepared) = match found {
+                FoundOrMade::Made(Publication { file, preparing }) => {
+                    let prepared = self.prepare(&file, preparing, waiter);
+                    (Role::Creator, file, prepared)
+                }
+                FoundOrMade::Joined(file) => {
+                    let joined = self.join(&file, waiter);
+                    (Role::Joiner, file, joined)
+                }
             };
             match prepared {
-                Ok((mapping, prefault)) => {
+                Ok(Prepared {
+                    mapping,
+                    prefault,
+                    is_ready,
+                }) => {
                     reached(Step::Opened);
                     return Ok(Opened {
                         role,
+                        is_ready,
                         // From here on a forked child shares the file, as it shares the mapping.
                         file: unshared.share(),
                         mapping,
@@ -105,7 +134,7 @@ impl<'s> Opening<'s> {
                 }
                 Err(error) => {
                     if !matches!(error, Error::Forked) {
-                        self.give_back(role, unshared);
+                        self.give_back(unshared);
                     }
                     attempts += 1;
                     if !self.may_try_again(&error, attempts, waiter)? {
@@ -131,14 +160,14 @@ impl<'s> Opening<'s> {
             waiter.pause(Instant::now())?;
         }
         let total = self.spec.geometry.total_bytes();
-        Ok(self.directory.is_freeing() || prefault::check_room(&self.directory, total, &self.path).is_ok())
+        Ok(self.directory.is_freeing() || reserve::check_room(&self.directory, total, &self.path).is_ok())
     }
 
     /// Looks until there is a file to use, of our own making or a live one.
     ///
     /// While it waits it holds nothing: no descriptor and no lock, so that it never passes for a holder
     /// and a creator that dies is replaced by the first who looks.
-    fn find_or_make(&mut self, waiter: &mut Waiter<'_, '_>) -> Result<(Role, Unshared)> {
+    fn find_or_make(&mut self, waiter: &mut Waiter<'_, '_>) -> Result<FoundOrMade> {
         let since = Instant::now();
         let mut looks_past_the_end = 0;
         let mut looks_in_a_row = 0;
@@ -147,7 +176,8 @@ impl<'s> Opening<'s> {
             looks_in_a_row += 1;
             looks_past_the_end += u32::from(waiter.is_over());
             let give_up = match self.look(waiter)? {
-                Look::Done(role, file) => return Ok((role, file)),
+                Look::Made(publication) => return Ok(FoundOrMade::Made(publication)),
+                Look::Joined(file) => return Ok(FoundOrMade::Joined(file)),
                 Look::AnotherLives(error) if since.elapsed() >= DYING_GRACE => return Err(error),
                 Look::AnotherLives(error) => error,
                 // Looks that follow each other take no time, so even a timeout of 0 may make progress.
@@ -204,8 +234,7 @@ impl<'s> Opening<'s> {
             }
             Probe::Absent => {
                 reached(Step::CheckRoom);
-                if let Err(error) = prefault::check_room(&self.directory, self.spec.geometry.total_bytes(), &self.path)
-                {
+                if let Err(error) = reserve::check_room(&self.directory, self.spec.geometry.total_bytes(), &self.path) {
                     drop(locked);
                     if !may_pass(&error) {
                         return Err(error);
@@ -213,7 +242,7 @@ impl<'s> Opening<'s> {
                     // Between the look at the room and this question the pages may have come back.
                     let total = self.spec.geometry.total_bytes();
                     return if self.directory.is_freeing()
-                        || prefault::check_room(&self.directory, total, &self.path).is_ok()
+                        || reserve::check_room(&self.directory, total, &self.path).is_ok()
                     {
                         Ok(Look::WaitForSpace(error))
                     } else {
@@ -221,7 +250,7 @@ impl<'s> Opening<'s> {
                     };
                 }
                 Ok(match locked.publish(&self.name, self.spec.geometry)? {
-                    Some(file) => Look::Done(Role::Creator, file),
+                    Some(publication) => Look::Made(publication),
                     None => Look::Again,
                 })
             }
@@ -240,7 +269,7 @@ impl<'s> Opening<'s> {
                 }
                 Ok(Some(state)) => Ok(Look::Wait(state)),
                 Ok(None) => Ok(match locked.attach(&self.name, &found, self.spec.geometry)? {
-                    Attach::Attached(file) => Look::Done(Role::Joiner, file),
+                    Attach::Attached(file) => Look::Joined(file),
                     Attach::NameChanged => Look::Again,
                     Attach::Locked => Look::Wait(WaitState::FileLocked),
                 }),
@@ -281,68 +310,84 @@ impl<'s> Opening<'s> {
                 wanted_bytes,
                 seen_bytes: size_bytes,
             })),
-            _ if found.is_being_prepared() => Ok(Some(WaitState::BeingPrepared { wanted_bytes })),
+            // Who maps ahead needs the pages; who does not is let in, and waits when it uses them.
+            _ if self.spec.populate == Populate::Join && found.is_being_prepared() => {
+                Ok(Some(WaitState::BeingPrepared { wanted_bytes }))
+            }
             _ => Ok(None),
         }
     }
 
-    /// The creator's part: reserve every page, then let joiners in, then map the pages ahead. Nothing maps the
-    /// file before joiners may come in: a mapping is inherited by a forked child, and with it "preparing".
-    fn prepare(&mut self, file: &File, waiter: &mut Waiter<'_, '_>) -> Result<(Mapping, PrefaultReport)> {
+    /// The creator's part: map the file, put a page behind every byte, and say so. Joiners that map the file
+    /// meanwhile wait for `preparing` to end before they use a byte.
+    fn prepare(&self, file: &Unshared, preparing: Preparing, waiter: &mut Waiter<'_, '_>) -> Result<Prepared> {
         let total = self.spec.geometry.total_bytes();
         // Said before a byte is charged: afterwards there may be nobody left to say it.
-        if let Some(warning) = prefault::control_group_warning(total, &self.path) {
+        if let Some(warning) = reserve::control_group_warning(total, &self.path) {
             waiter.warn(&warning);
         }
-        let ((), reserve) = prefault::timed(|| prefault::reserve(file, total, &self.directory, &self.path, waiter))?;
-        reached(Step::EndPreparing);
-        self.has_let_others_in = true;
-        lock::end_preparing(file).map_err(|source| Error::os("fcntl", &self.path, source))?;
         reached(Step::Map);
         let mapping = self.map(file)?;
-        let (method, prefault) = match self.spec.populate {
-            Populate::Never => (Method::None, Duration::ZERO),
-            Populate::Create | Populate::Join => {
-                prefault::timed(|| prefault::map_ahead(&mapping, Access::Write, &self.path, waiter))?
+        // Reserving places pages: where they go must be known before.
+        if let Err(source) = numa::apply(self.spec.numa, &mapping) {
+            let (path, errno) = (self.path.clone(), source.raw_os_error().unwrap_or(0));
+            waiter.warn(&Warning::Numa { path, errno });
+        }
+        let prefault = match self.spec.populate {
+            Populate::Never => {
+                let began = Instant::now();
+                set_aside(file, total, &self.directory, &self.path, waiter)?;
+                PrefaultReport::reserved(began.elapsed())
             }
+            Populate::Create | Populate::Join => prefault::place(self.site(&mapping, file), self.spec, waiter)?,
         };
-        let report = PrefaultReport {
-            method,
-            reserve,
+        reached(Step::EndPreparing);
+        drop(preparing);
+        Ok(Prepared {
+            mapping,
             prefault,
-        };
-        Ok((mapping, report))
+            is_ready: true,
+        })
     }
 
-    /// The joiner's part. A file of the original class may have pages that nobody has touched: they are
-    /// reserved, so that the filesystem filling up cannot turn a later touch into SIGBUS.
-    fn join(&self, file: &File, waiter: &mut Waiter<'_, '_>) -> Result<(Mapping, PrefaultReport)> {
+    /// The joiner's part. While a creator is at work it only maps. Else a file may have pages that nobody has
+    /// touched (the original class makes such, and a creator that died): they are reserved, so that the filesystem
+    /// filling up cannot turn a later touch into SIGBUS.
+    fn join(&self, file: &Unshared, waiter: &mut Waiter<'_, '_>) -> Result<Prepared> {
         let total = self.spec.geometry.total_bytes();
+        let began = Instant::now();
         reached(Step::JoinReserve);
-        let ((), reserve) = prefault::timed(|| {
-            if is_backed(file, total).map_err(|source| Error::os("fstat", &self.path, source))? {
-                return Ok(());
-            }
-            prefault::reserve(file, total, &self.directory, &self.path, waiter)
-        })?;
+        let is_ready = self.spec.populate == Populate::Join || !lock::is_being_prepared(file);
+        if is_ready {
+            back(file, total, &self.directory, &self.path, waiter)?;
+        }
         reached(Step::JoinMap);
         let mapping = self.map(file)?;
-        let (method, prefault) = match self.spec.populate {
-            Populate::Create | Populate::Never => (Method::None, Duration::ZERO),
-            Populate::Join => prefault::timed(|| prefault::map_ahead(&mapping, Access::Read, &self.path, waiter))?,
+        let prefault = match self.spec.populate {
+            Populate::Create | Populate::Never => PrefaultReport::reserved(began.elapsed()),
+            Populate::Join => prefault::map_existing(self.site(&mapping, file), self.spec, waiter)?,
         };
-        let report = PrefaultReport {
-            method,
-            reserve,
+        Ok(Prepared {
+            mapping,
             prefault,
-        };
-        Ok((mapping, report))
+            is_ready,
+        })
     }
 
-    fn map(&self, file: &File) -> Result<Mapping> {
+    fn site<'a>(&'a self, mapping: &'a Mapping, file: &'a Unshared) -> Site<'a> {
+        Site {
+            mapping,
+            file,
+            directory: &self.directory,
+            path: &self.path,
+        }
+    }
+
+    fn map(&self, file: &Unshared) -> Result<Mapping> {
         let total = self.spec.geometry.total_bytes();
         // The size was seen before the open: a file that shrank since then must not be mapped.
         let size = file
+            .file()
             .metadata()
             .map_err(|source| Error::os("fstat", &self.path, source))?
             .len();
@@ -353,23 +398,53 @@ impl<'s> Opening<'s> {
                 found: FoundGeometry::SizeOnly { size_bytes: size },
             });
         }
-        Mapping::new(file, total).map_err(|source| Error::os("mmap", &self.path, source))
+        let align_bytes = huge::huge_page_bytes().unwrap_or_else(page_bytes);
+        Mapping::new(file.file(), total, align_bytes).map_err(|source| Error::os("mmap", &self.path, source))
     }
 
-    /// What a constructor that fails does with its file. A creator takes back what nobody else can have: those
-    /// who wait see it gone and make their own. Else the file is left as by a process that closes it, and
-    /// removed only if nobody lives on it.
-    fn give_back(&self, role: Role, file: Unshared) {
+    /// What a constructor that fails does with its file: leaves it as a process does that closes it, and removes it
+    /// if nobody lives on it. Those who joined meanwhile go on with it.
+    fn give_back(&self, file: Unshared) {
         reached(Step::Abandon);
         let _freeing = self.directory.begin_freeing();
-        if role == Role::Creator && !self.has_let_others_in {
-            let _ = self.directory.drop_own_name(&self.name, &file);
-            drop(file);
-        } else {
-            drop(file);
-            reap::remove_if_last(&self.directory, &self.name);
-        }
+        drop(file);
+        reap::remove_if_last(&self.directory, &self.name);
     }
+}
+
+/// Reserves what is not backed.
+///
+/// # Errors
+/// [`Error::NoSpace`], [`Error::Interrupted`], [`Error::Os`].
+pub(crate) fn back(
+    file: &impl AsFd,
+    total_bytes: usize,
+    directory: &Directory,
+    path: &Path,
+    waiter: &mut Waiter<'_, '_>,
+) -> Result<()> {
+    if is_backed(file, total_bytes).map_err(|source| Error::os("fstat", path, source))? {
+        return Ok(());
+    }
+    set_aside(file, total_bytes, directory, path, waiter)
+}
+
+/// Reserves the whole file.
+fn set_aside(
+    file: &impl AsFd,
+    total_bytes: usize,
+    directory: &Directory,
+    path: &Path,
+    waiter: &mut Waiter<'_, '_>,
+) -> Result<()> {
+    reserve::reserve(file, 0..total_bytes, &mut |done_bytes| {
+        waiter.checkpoint().map_err(Fault::Stop)?;
+        waiter.progress(done_bytes, total_bytes);
+        Ok(())
+    })
+    .map_err(|fault| fault.into_error(total_bytes, directory, path))?;
+    waiter.progress(total_bytes, total_bytes);
+    Ok(())
 }
 
 /// Could this lack of space end by itself, when files that are being removed are gone?

@@ -15,7 +15,7 @@ use crate::directory::Locked;
 use crate::error::{Available, Error, Resource, Result};
 use crate::file::{identity, stat_of};
 use crate::fork::Unshared;
-use crate::lock;
+use crate::lock::{self, Preparing};
 use crate::retry::uninterrupted;
 use crate::spec::Geometry;
 use crate::step::{Step, reached};
@@ -25,28 +25,40 @@ pub(crate) const UNNAMED_PREFIX: &str = ".vllm_ec_unnamed_";
 /// Readable and writable by the owner, by nobody else.
 const PERMISSIONS: Permissions = Permissions::from_bits_truncate(0o600);
 
+/// A file that was just published.
+#[derive(Debug)]
+pub struct Publication {
+    /// Opened by its name; to be mapped.
+    pub file: Unshared,
+    /// The sign of the creator at work.
+    pub preparing: Preparing,
+}
+
 impl Locked<'_> {
     /// Makes a file of the full size, with our signs of life and the sign "being prepared" on it,
     /// and gives it its name in one step. `None` where the name was taken meanwhile.
     ///
     /// # Errors
     /// [`Error::Os`]; nothing is left behind.
-    pub fn publish(&self, name: &CStr, geometry: Geometry) -> Result<Option<Unshared>> {
+    pub fn publish(&self, name: &CStr, geometry: Geometry) -> Result<Option<Publication>> {
         reached(Step::Publish);
-        match self.publish_unnamed(name, geometry)? {
-            Published::Yes(unnamed) => {
+        let published = match self.publish_unnamed(name, geometry)? {
+            Published::Refused => self.publish_renamed(name, geometry)?,
+            published => published,
+        };
+        match published {
+            Published::Yes(preparing) => {
                 reached(Step::Linked);
-                self.reopen_by_name(name, &unnamed, geometry)
+                self.reopen_by_name(name, preparing, geometry)
             }
-            Published::NameTaken => Ok(None),
-            Published::Refused => self.publish_renamed(name, geometry),
+            Published::NameTaken | Published::Refused => Ok(None),
         }
     }
 
-    /// An `O_TMPFILE` file goes by `#inode (deleted)` in /proc for as long as it is open, whatever its name:
-    /// nobody could tell whose memory it is. So the signs of life move to an open file that knows its name.
-    /// Others look only under the directory's lock, which we hold, so they see no gap.
-    fn reopen_by_name(&self, name: &CStr, unnamed: &Unshared, geometry: Geometry) -> Result<Option<Unshared>> {
+    /// The open file that was published keeps the sign "being prepared" and nothing else is done with it. What is
+    /// mapped is opened by its name: an `O_TMPFILE` file goes by `#inode (deleted)` in /proc for as long as it is
+    /// open, and nobody could tell whose memory it is.
+    fn reopen_by_name(&self, name: &CStr, preparing: Preparing, geometry: Geometry) -> Result<Option<Publication>> {
         let os = |call| move |source: io::Error| Error::os(call, self.directory.join(name), source);
         let flags = OFlag::O_RDWR | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
         let stat = |file: &Unshared| stat_of(file.as_fd().as_raw_fd()).map_err(os("fstat"));
@@ -56,19 +68,18 @@ impl Locked<'_> {
                 Err(Errno::ENOENT) => return Ok(None),
                 Err(errno) => return Err(os("open")(errno.into())),
             };
-            if identity(&stat(&named)?) != identity(&stat(unnamed)?) {
+            if identity(&stat(&named)?) != identity(&stat(preparing.file())?) {
                 return Ok(None);
             }
-            // "Preparing" is exclusive: the old open file must give it up first. "Life" knows no gap, for those
-            // who look without our lock.
-            lock::end_preparing(unnamed).map_err(os("fcntl"))?;
             Ok(self.show_life(name, &named, geometry)?.then_some(named))
         };
-        let reopened = reopen();
-        if !matches!(reopened, Ok(Some(_))) {
-            let _ = self.drop_name(name, unnamed);
+        match reopen() {
+            Ok(Some(file)) => Ok(Some(Publication { file, preparing })),
+            failed => {
+                let _ = self.drop_name(name, preparing.file());
+                failed.map(|_| None)
+            }
         }
-        reopened
     }
 
     fn publish_unnamed(&self, name: &CStr, geometry: Geometry) -> Result<Published> {
@@ -82,9 +93,10 @@ impl Locked<'_> {
             Err(errno) => return Err(self.cannot_make("open", name, geometry, errno)),
         };
         self.make_ready(name, &fd, geometry)?;
+        let preparing = Preparing::begin(fd);
         reached(Step::Link);
         // The documented way to name an O_TMPFILE file without privilege, open(2).
-        let from = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
+        let from = format!("/proc/self/fd/{}", preparing.file().as_fd().as_raw_fd());
         match linkat(
             AT_FDCWD,
             from.as_str(),
@@ -92,7 +104,7 @@ impl Locked<'_> {
             name,
             AtFlags::AT_SYMLINK_FOLLOW,
         ) {
-            Ok(()) => Ok(Published::Yes(fd)),
+            Ok(()) => Ok(Published::Yes(preparing)),
             Err(Errno::EEXIST) => Ok(Published::NameTaken),
             // No /proc, or a sandbox that does not let links through it.
             Err(Errno::ENOENT | Errno::EXDEV | Errno::EPERM | Errno::EACCES | Errno::EINVAL) => Ok(Published::Refused),
@@ -101,7 +113,7 @@ impl Locked<'_> {
     }
 
     /// A temporary name, renamed without replacing: at no moment has the file two names.
-    fn publish_renamed(&self, name: &CStr, geometry: Geometry) -> Result<Option<Unshared>> {
+    fn publish_renamed(&self, name: &CStr, geometry: Geometry) -> Result<Published> {
         let directory = &self.directory.fd;
         let stamp = SystemTime::now()
             .duration_since(SystemTime::UNIX_EPOCH)
@@ -112,7 +124,8 @@ impl Locked<'_> {
         let fd = uninterrupted(|| openat(directory, unnamed.as_c_str(), flags, PERMISSIONS))
             .map(Unshared::from)
             .map_err(|errno| self.cannot_make("open", name, geometry, errno))?;
-        let published = self.make_ready(name, &fd, geometry).and_then(|()| {
+        let preparing = Preparing::begin(fd);
+        let published = self.make_ready(name, preparing.file(), geometry).and_then(|()| {
             reached(Step::Link);
             match renameat2(
                 directory,
@@ -127,13 +140,10 @@ impl Locked<'_> {
             }
         });
         match published {
-            Ok(true) => {
-                reached(Step::Linked);
-                Ok(Some(fd))
-            }
+            Ok(true) => Ok(Published::Yes(preparing)),
             Ok(false) | Err(_) => {
                 let _ = unlinkat(directory, unnamed.as_c_str(), UnlinkatFlags::NoRemoveDir);
-                published.map(|_| None)
+                published.map(|_| Published::NameTaken)
             }
         }
     }
@@ -163,11 +173,10 @@ impl Locked<'_> {
         self.show_life(name, fd, geometry).map(drop)
     }
 
-    /// The signs of a creator at work. False where somebody who looks without our lock holds the file right now.
+    /// The signs of life. False where somebody who looks without our lock holds the file right now.
     fn show_life(&self, name: &CStr, fd: &Unshared, geometry: Geometry) -> Result<bool> {
         let os = |call| move |source: io::Error| Error::os(call, self.directory.join(name), source);
         let is_alive = lock::hold_shared(fd).map_err(os("flock"))?;
-        lock::begin_preparing(fd);
         lock::announce_block_size(fd, geometry.block_size_bytes());
         lock::share_nonce(fd);
         Ok(is_alive)
@@ -175,7 +184,7 @@ impl Locked<'_> {
 }
 
 enum Published {
-    Yes(Unshared),
+    Yes(Preparing),
     NameTaken,
     /// This way is not open here.
     Refused,
@@ -208,11 +217,14 @@ pub(crate) mod tests {
     fn both_ways_of_publishing_give_the_same_file() {
         with_locked(|path, locked| {
             let unnamed = locked.publish(c"vllm_ec_a.mmap", shape(8, 64)).unwrap().unwrap();
+            let Published::Yes(preparing) = locked.publish_renamed(c"vllm_ec_b.mmap", shape(8, 64)).unwrap() else {
+                panic!("the name is free");
+            };
             let renamed = locked
-                .publish_renamed(c"vllm_ec_b.mmap", shape(8, 64))
+                .reopen_by_name(c"vllm_ec_b.mmap", preparing, shape(8, 64))
                 .unwrap()
                 .unwrap();
-            for (name, file) in [("a", unnamed.share()), ("b", renamed.share())] {
+            for (name, file) in [("a", unnamed.file.share()), ("b", renamed.file.share())] {
                 let meta = path.join(format!("vllm_ec_{name}.mmap")).metadata().unwrap();
                 assert_eq!(meta.len(), 512);
                 assert_eq!(meta.permissions().mode() & 0o7777, 0o600);
@@ -230,12 +242,8 @@ pub(crate) mod tests {
         with_locked(|path, locked| {
             std::fs::write(path.join("vllm_ec_a.mmap"), b"somebody's").unwrap();
             assert!(locked.publish(c"vllm_ec_a.mmap", shape(1, 64)).unwrap().is_none());
-            assert!(
-                locked
-                    .publish_renamed(c"vllm_ec_a.mmap", shape(1, 64))
-                    .unwrap()
-                    .is_none()
-            );
+            let renamed = locked.publish_renamed(c"vllm_ec_a.mmap", shape(1, 64)).unwrap();
+            assert!(matches!(renamed, Published::NameTaken));
             assert_eq!(std::fs::read(path.join("vllm_ec_a.mmap")).unwrap(), b"somebody's");
             assert_eq!(std::fs::read_dir(path).unwrap().count(), 1);
         });

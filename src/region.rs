@@ -7,14 +7,15 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::check::{self, CheckReport, Identity};
 use crate::directory::Directory;
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, WaitState};
 use crate::fork::Process;
+use crate::lock;
 use crate::mapping::{Mapping, page_bytes};
-use crate::opening::Opening;
+use crate::opening::{self, Opening};
 use crate::pin::{HostRegistrar, Leftover, PinRefused, PinReport, Pinned, Plan, Refusal};
 use crate::prefault::PrefaultReport;
 use crate::reap::{self, Reclaimed};
@@ -71,6 +72,10 @@ pub struct Region {
     is_kept: bool,
     mapping: Option<Arc<Mapping>>,
     file: Option<File>,
+    /// Every byte is known to be backed.
+    is_ready: bool,
+    /// The end of every wait.
+    timeout: Duration,
 }
 
 impl Region {
@@ -101,6 +106,8 @@ impl Region {
             is_kept: false,
             mapping: Some(Arc::new(opened.mapping)),
             file: Some(opened.file),
+            is_ready: opened.is_ready,
+            timeout: spec.timeout,
         };
         Ok((region, opened.report))
     }
@@ -120,7 +127,55 @@ impl Region {
         &self.path
     }
 
-    /// The mapping, for views that may outlive the region. `None` once closed.
+    /// Is every byte backed? A joiner comes in while the creator still prepares the region; until this is true a
+    /// touch may be a bus error.
+    #[must_use]
+    pub fn is_ready(&self) -> bool {
+        self.is_ready
+    }
+
+    /// Waits until every byte is backed: by the creator, or, where it is gone, by this process.
+    ///
+    /// # Errors
+    /// [`Error::Timeout`], [`Error::NoSpace`], [`Error::Interrupted`], [`Error::Closed`], [`Error::Os`].
+    pub fn wait_until_ready(&mut self, checkpoint: &mut Checkpoint<'_>) -> Result<()> {
+        let mut waiter = Waiter::new(self.timeout, checkpoint);
+        let since = Instant::now();
+        while !self.look_whether_ready(&mut waiter)? {
+            waiter.pause(since)?;
+        }
+        Ok(())
+    }
+
+    /// One look of [`Region::wait_until_ready`], for callers that must not hold the region while they wait.
+    pub(crate) fn look_whether_ready(&mut self, waiter: &mut Waiter<'_, '_>) -> Result<bool> {
+        let file = self.file.as_ref().ok_or(Error::Closed)?;
+        let wanted_bytes = self.geometry.total_bytes();
+        reached(Step::AwaitBacking);
+        if !self.is_ready {
+            if !lock::is_being_prepared(file) {
+                opening::back(file, wanted_bytes, &self.directory, &self.path, waiter)?;
+                self.is_ready = true;
+            } else if waiter.is_over() {
+                return Err(Error::Timeout {
+                    path: self.path.clone(),
+                    waited: waiter.elapsed(),
+                    state: WaitState::BeingPrepared {
+                        wanted_bytes: wanted_bytes as u64,
+                    },
+                    similar: Vec::new(),
+                });
+            }
+        }
+        Ok(self.is_ready)
+    }
+
+    #[must_use]
+    pub fn timeout(&self) -> Duration {
+        self.timeout
+    }
+
+    /// The mapping, for views that may outlive the region. `None` once closed. See [`Region::is_ready`].
     #[must_use]
     pub fn mapping(&self) -> Option<&Arc<Mapping>> {
         self.mapping.as_ref()
@@ -200,6 +255,7 @@ impl Region {
         let Some(pinned) = self.pinned.take() else {
             return Ok(false);
         };
+        reached(Step::Unpin);
         if !self.is_owned_here() {
             std::mem::forget(pinned);
             return Ok(false);

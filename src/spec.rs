@@ -2,6 +2,7 @@
 
 use std::ffi::{CStr, CString};
 use std::fmt;
+use std::num::NonZeroUsize;
 use std::time::Duration;
 
 use crate::error::{Error, Result};
@@ -197,6 +198,46 @@ impl std::str::FromStr for Populate {
     }
 }
 
+/// May the creator place the region in huge pages?
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum HugePages {
+    /// Where they are to be had without waiting for long; never makes the region larger.
+    #[default]
+    Auto,
+    /// Base pages only.
+    Off,
+    /// Every whole huge page of the region must be one, else the constructor fails.
+    Require,
+}
+
+impl std::str::FromStr for HugePages {
+    type Err = Error;
+    fn from_str(word: &str) -> Result<Self> {
+        match word {
+            "auto" => Ok(Self::Auto),
+            "off" => Ok(Self::Off),
+            "require" => Ok(Self::Require),
+            other => Err(Error::InvalidNumber {
+                what: "huge_pages",
+                value: format!("{other:?}"),
+                reason: "it must be \"auto\", \"off\" or \"require\"",
+            }),
+        }
+    }
+}
+
+/// On which NUMA nodes the creator places the pages.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Numa {
+    /// As the kernel does: on the node of whoever touches a page first.
+    #[default]
+    Default,
+    /// Page by page in turn, over all nodes that this process may use.
+    Interleave,
+    /// On this node while it has free memory, else on the nearest.
+    Node(u32),
+}
+
 /// All that a constructor is asked for.
 #[derive(Debug, Clone)]
 pub struct Spec {
@@ -206,6 +247,10 @@ pub struct Spec {
     pub timeout: Duration,
     pub mode: Mode,
     pub populate: Populate,
+    pub huge_pages: HugePages,
+    pub numa: Numa,
+    /// Threads that prepare a region; `None`: by its size and the cores of this process.
+    pub threads: Option<NonZeroUsize>,
 }
 
 impl Spec {
@@ -218,6 +263,9 @@ impl Spec {
             timeout: Duration::from_secs(30),
             mode: Mode::default(),
             populate: Populate::default(),
+            huge_pages: HugePages::default(),
+            numa: Numa::default(),
+            threads: None,
         }
     }
 }

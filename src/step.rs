@@ -39,14 +39,16 @@ steps! {
     Link = "link",
     /// C2: named, and not opened by its name yet.
     Linked = "linked",
-    /// C3: published; about to reserve a piece.
-    Reserve = "reserve",
-    /// C4: every byte is reserved.
+    /// C3: published; about to map.
     Map = "map",
-    /// C5: mapped; joiners still wait.
-    EndPreparing = "end_preparing",
-    /// C6: joiners may come in; about to map a piece ahead.
+    /// C4: about to reserve a piece.
+    Reserve = "reserve",
+    /// C4: about to put huge pages behind a piece.
+    Collapse = "collapse",
+    /// C4: about to map a piece ahead.
     MapAhead = "map_ahead",
+    /// C5: every byte is backed; who waits for that still waits.
+    EndPreparing = "end_preparing",
     /// The region is ready, and nobody has got it yet.
     Opened = "opened",
     /// C7: about to take back what was published.
@@ -57,14 +59,20 @@ steps! {
     Attach = "attach",
     /// J2: holds our signs of life.
     Attached = "attached",
-    /// J3: about to reserve what an original left unbacked.
+    /// J3: about to reserve what a creator that is gone, or an original, left unbacked.
     JoinReserve = "join_reserve",
     /// J4: about to map.
     JoinMap = "join_map",
+    /// J5: about to map a piece ahead.
+    JoinMapAhead = "join_map_ahead",
+    /// J6: about to see whether every byte is backed by now.
+    AwaitBacking = "await_backing",
     /// P1: about to register a piece with a device.
     Register = "register",
     /// P2: a piece was refused for good, about to undo those before it.
     Rollback = "rollback",
+    /// P3: about to take a registration back.
+    Unpin = "unpin",
     /// X1: about to close.
     Close = "close",
     /// X2: about to take the own name away.

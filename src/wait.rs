@@ -12,6 +12,9 @@ pub trait Host {
     /// The Python binding looks for signals here.
     fn checkpoint(&mut self) -> ControlFlow<()>;
 
+    /// Told between the pieces of a long preparation: bytes done so far, and in all.
+    fn progress(&mut self, _done_bytes: usize, _total_bytes: usize) {}
+
     /// Told at once, since what it warns of may end the process.
     fn warn(&mut self, _warning: &Warning) {}
 }
@@ -88,6 +91,10 @@ impl<'a, 'c> Waiter<'a, 'c> {
 
     pub fn warn(&mut self, warning: &Warning) {
         self.host.warn(warning);
+    }
+
+    pub fn progress(&mut self, done_bytes: usize, total_bytes: usize) {
+        self.host.progress(done_bytes, total_bytes);
     }
 
     /// Sleeps for a pause that fits a wait that began at `since`, never past the end of the whole.

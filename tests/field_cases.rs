@@ -66,7 +66,7 @@ fn a_touch_goes_from_page_to_page_of_the_size_that_it_is_given() {
     let file = tempfile::tempfile_in("/dev/shm").unwrap();
     let total = 64 * page;
     file.set_len(total as u64).unwrap();
-    let mapping = Mapping::new(&file, total).unwrap();
+    let mapping = Mapping::new(&file, total, 4096).unwrap();
     let backed = |file: &File| file.metadata().unwrap().blocks() * 512 / page as u64;
     mapping.touch_write(0..total, 16 * page);
     assert_eq!(backed(&file), 4, "one page in sixteen");

@@ -95,7 +95,7 @@ impl Place {
         file.set_len(len_bytes as u64)?;
         // No touching where this fails: with the filesystem full that would be SIGBUS, and the stock way
         // needs the same advice (Linux 5.14).
-        Mapping::new(&file, len_bytes)?.populate_write(0..len_bytes)
+        Mapping::new(&file, len_bytes, 4096)?.populate_write(0..len_bytes)
     }
 }
 
