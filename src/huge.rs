@@ -48,6 +48,20 @@ fn gives_huge_pages(line: &str, number: &str) -> bool {
         })
 }
 
+/// How often any process of the machine had to wait while the kernel compacted or reclaimed memory for it
+/// (`/proc/vmstat`). `None` where the kernel does not tell.
+#[must_use]
+pub fn memory_stalls() -> Option<u64> {
+    let vmstat = std::fs::read_to_string("/proc/vmstat").ok()?;
+    let counts = vmstat.lines().filter_map(|line| {
+        let (name, count) = line.split_once(' ')?;
+        (name == "compact_stall" || name.starts_with("allocstall"))
+            .then(|| count.parse::<u64>().ok())
+            .flatten()
+    });
+    counts.reduce(u64::saturating_add)
+}
+
 /// Bytes of the mapping that huge pages map in this process. `None` where the kernel does not tell.
 #[must_use]
 pub fn mapped_huge_bytes(mapping: &Mapping) -> Option<u64> {

@@ -84,7 +84,7 @@ pub enum Fallback {
     NoSupport,
     /// The kernel refused: it is older than 6.1, or denies huge pages to shared memory, or has none free.
     Refused { errno: i32 },
-    /// Huge pages came more slowly than base pages: memory is fragmented.
+    /// Huge pages came much more slowly than base pages.
     Slow { bytes_per_second: u64 },
 }
 
@@ -103,7 +103,7 @@ impl std::fmt::Display for Fallback {
             ),
             Self::Slow { bytes_per_second } => write!(
                 f,
-                "huge pages came more slowly than base pages, {} MiB/s: memory is fragmented",
+                "huge pages came more slowly than base pages, {} MiB/s",
                 bytes_per_second >> 20
             ),
         }
@@ -272,15 +272,23 @@ struct Crew<'a> {
     huge_done_bytes: AtomicU64,
     huge_nanos: AtomicU64,
     next_look_nanos: AtomicU64,
+    /// [`huge::memory_stalls`] at the last look; `UNKNOWN` before it.
+    stalls: AtomicU64,
 }
+
+const UNKNOWN: u64 = u64::MAX;
 
 /// What one thread remembers.
 struct Hand {
     /// Huge pages to ask for by one call: many only while they come fast, so that none takes long.
     stride: usize,
-    /// The next piece is to be prepared in base pages, to see whether they are faster.
-    is_to_compare: bool,
+    /// Huge pages are slow: the next extent is to be put in base pages, to see whether they are faster.
+    compares: Option<Stalled>,
 }
+
+/// Did the kernel have to compact or reclaim memory, as far as it tells?
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Stalled(bool);
 
 impl<'a> Crew<'a> {
     fn new(site: Site<'a>, access: Access, ladder: Ladder) -> Self {
@@ -302,7 +310,8 @@ impl<'a> Crew<'a> {
             refusals: AtomicU32::new(0),
             huge_done_bytes: AtomicU64::new(0),
             huge_nanos: AtomicU64::new(0),
-            next_look_nanos: AtomicU64::new(FIRST_LOOK.as_nanos() as u64),
+            next_look_nanos: AtomicU64::new(nanos(FIRST_LOOK)),
+            stalls: AtomicU64::new(UNKNOWN),
         }
     }
 
@@ -347,7 +356,7 @@ impl<'a> Crew<'a> {
     fn run(&self, go_on: &mut GoOn<'_>) -> Outcome {
         let mut hand = Hand {
             stride: 1,
-            is_to_compare: false,
+            compares: None,
         };
         while let Some(piece) = self.take() {
             let len = piece.len();
@@ -398,16 +407,19 @@ impl<'a> Crew<'a> {
         }
     }
 
-    fn prepare(&self, piece: Range<usize>, hand: &mut Hand, go_on: &mut GoOn<'_>) -> Outcome {
+    fn prepare(&self, mut piece: Range<usize>, hand: &mut Hand, go_on: &mut GoOn<'_>) -> Outcome {
+        if let Some(stalled) = hand.compares.take()
+            && self.tier() > Tier::Base
+        {
+            let extent = piece.start..piece.end.min(piece.start + self.huge_page_bytes);
+            piece.start = extent.end;
+            self.compare(extent, stalled, go_on)?;
+        }
         match self.tier() {
             Tier::None => self.populate(piece, go_on),
             Tier::Base => {
                 self.reserve(piece.clone(), go_on)?;
                 self.populate(piece, go_on)
-            }
-            Tier::Collapse | Tier::Mount if hand.is_to_compare => {
-                hand.is_to_compare = false;
-                self.compare(piece, go_on)
             }
             Tier::Collapse => {
                 self.collapse(piece.clone(), hand, go_on)?;
@@ -476,21 +488,31 @@ impl<'a> Crew<'a> {
                 .compare_exchange(look, 2 * spent, Relaxed, Relaxed)
                 .is_ok()
         {
-            hand.is_to_compare = true;
+            let stalls = huge::memory_stalls();
+            let before = self.stalls.swap(stalls.unwrap_or(UNKNOWN), Relaxed);
+            hand.compares = Some(Stalled(
+                stalls.is_none_or(|stalls| before != UNKNOWN && stalls > before),
+            ));
         }
     }
 
-    /// Are base pages faster? Slow huge pages alone say nothing: the machine may be busy, its memory cold.
-    fn compare(&self, piece: Range<usize>, go_on: &mut GoOn<'_>) -> Outcome {
+    /// Are base pages faster? Then they are taken for the rest. Slow huge pages without a stall are mostly memory that
+    /// the host has to find first, which base pages soon meet as well: they must be much faster.
+    fn compare(&self, extent: Range<usize>, stalled: Stalled, go_on: &mut GoOn<'_>) -> Outcome {
         if self.tier() == Tier::Mount {
-            let _ = self.site.mapping.want_huge_pages(piece.clone(), false);
+            let _ = self.site.mapping.want_huge_pages(extent.clone(), false);
         }
-        let (began, bytes) = (Instant::now(), piece.len() as u64);
-        self.reserve(piece.clone(), go_on)?;
-        self.populate(piece, go_on)?;
+        let (began, bytes) = (Instant::now(), extent.len() as u64);
+        self.reserve(extent.clone(), go_on)?;
+        self.populate(extent, go_on)?;
         let base_rate = rate(bytes, nanos(began.elapsed()));
         let huge_rate = rate(self.huge_done_bytes.load(Relaxed), self.huge_nanos.load(Relaxed));
-        if base_rate > huge_rate + huge_rate / 2 {
+        let bar = if stalled.0 {
+            huge_rate + huge_rate / 2
+        } else {
+            4 * huge_rate
+        };
+        if base_rate > bar {
             self.fall(Fallback::Slow {
                 bytes_per_second: huge_rate,
             });
@@ -793,12 +815,12 @@ mod tests {
         let crew = Crew::new(place.site(), Access::Write, ladder);
         let mut hand = Hand {
             stride: 4,
-            is_to_compare: false,
+            compares: None,
         };
         crew.look_at_the_rate(2 << 20, Duration::from_millis(1), &mut hand);
-        assert_eq!((hand.stride, hand.is_to_compare), (8, false));
+        assert_eq!((hand.stride, hand.compares), (8, None));
         crew.look_at_the_rate(2 << 20, Duration::from_secs(60), &mut hand);
-        assert_eq!((hand.stride, hand.is_to_compare), (1, true));
+        assert_eq!((hand.stride, hand.compares.is_some()), (1, true));
         crew.prepare(0..2 << 20, &mut hand, &mut || Ok(())).unwrap();
         assert_eq!(crew.tier(), Tier::Base);
         assert!(matches!(*crew.fallback.lock().unwrap(), Some(Fallback::Slow { .. })));

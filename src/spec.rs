@@ -238,6 +238,22 @@ pub enum Numa {
     Node(u32),
 }
 
+impl std::str::FromStr for Numa {
+    type Err = Error;
+    /// A word, or a node's number.
+    fn from_str(word: &str) -> Result<Self> {
+        match word {
+            "default" => Ok(Self::Default),
+            "interleave" => Ok(Self::Interleave),
+            other => other.parse().map(Self::Node).map_err(|_| Error::InvalidNumber {
+                what: "numa",
+                value: format!("{other:?}"),
+                reason: "it must be \"default\", \"interleave\" or the number of a node",
+            }),
+        }
+    }
+}
+
 /// All that a constructor is asked for.
 #[derive(Debug, Clone)]
 pub struct Spec {

@@ -16,6 +16,7 @@ from .errors import (
     ForeignFileError,
     GeometryMismatchError,
     InvalidArgumentError,
+    NoHugePagesError,
     NoSpaceError,
     PinError,
     RegionClosedError,
@@ -27,6 +28,7 @@ from .errors import (
     SystemCallError,
 )
 from .pin import PinResult
+from .prefault import PrefaultReport
 from .region import ECSharedRegion, logger
 
 __all__ = [
@@ -39,9 +41,11 @@ __all__ = [
     "GeometryMismatchError",
     "Identity",
     "InvalidArgumentError",
+    "NoHugePagesError",
     "NoSpaceError",
     "PinError",
     "PinResult",
+    "PrefaultReport",
     "RegionClosedError",
     "RegionError",
     "RegionExistsError",

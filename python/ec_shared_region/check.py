@@ -89,7 +89,7 @@ def _problems(report: _core.CheckReport, path: str) -> list[str]:
             f"the file has grown to {report.size_bytes} bytes, {report.expected_bytes} are mapped: no constructor will "
             "join it any more"
         )
-    elif report.allocated_bytes < report.expected_bytes:
+    elif report.allocated_bytes < report.expected_bytes and not report.is_being_prepared:
         problems.append(
             f"only {report.allocated_bytes} of {report.expected_bytes} bytes are backed by the filesystem: somebody "
             "punched a hole, and a touch may be a bus error when it is full"

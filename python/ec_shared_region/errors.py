@@ -18,6 +18,7 @@ __all__ = [
     "ForeignFileError",
     "GeometryMismatchError",
     "InvalidArgumentError",
+    "NoHugePagesError",
     "NoSpaceError",
     "PinError",
     "RegionClosedError",
@@ -71,6 +72,13 @@ class PinError(RegionError, RuntimeError):
 
 class NoSpaceError(RegionError, OSError):
     """Filesystem, inodes, memory or a limit cannot hold the region (``ENOSPC``, ``ENOMEM``, ``EFBIG``).
+
+    Nothing is left reserved.
+    """
+
+
+class NoHugePagesError(RegionError, OSError):
+    """``huge_pages="require"``, and not every whole huge page of the region is one (``ENOMEM``).
 
     Nothing is left reserved.
     """

@@ -121,6 +121,18 @@ def cudart_of(torch: Any, device: int | None) -> Callable[[], Any]:
     return cudart
 
 
+def synchronize() -> None:
+    """Waits for what torch queued on every device that this process uses; never the first to initialise CUDA."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    # Synchronising makes a context, which takes memory on a device that is not used.
+    is_used = getattr(torch._C, "_cuda_hasPrimaryContext", lambda device: device == torch.cuda.current_device())
+    for device in range(torch.cuda.device_count()):
+        if is_used(device):
+            torch.cuda.synchronize(device)
+
+
 def package_roots() -> list[str]:
     """Folders that may hold pip's ``nvidia`` packages."""
     roots = []

@@ -10,11 +10,13 @@ import weakref
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from . import _core, check, errors, pin
+from . import _core, check, errors, pin, prefault
 from .check import CheckResult, Identity
 from .pin import PinResult
+from .prefault import PrefaultReport
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
     from typing import Self
 
@@ -33,7 +35,8 @@ class ECSharedRegion(_core.Region):
 
     The bytes live in ``/dev/shm/vllm_ec_{engine_id}.mmap``: ``num_blocks * block_size_bytes`` of them, one
     block behind the other, no header. The first process to come creates the region, zeroed and with every
-    page backed; the others join it. The region owns only the memory: it does not allocate or evict blocks,
+    page backed; the others join it, also while it is prepared, and wait for that when they first use the
+    bytes. The region owns only the memory: it does not allocate or evict blocks,
     and the bytes of a block need the callers' own ordering between processes.
 
     :param engine_id: name of the engine, one component of a path: no ``/``, at most 242 bytes.
@@ -44,10 +47,17 @@ class ECSharedRegion(_core.Region):
         use; ``"join"`` never creates and waits up to ``timeout``.
     :param populate: who maps the pages ahead of their first use: ``"create"``, the creator; ``"join"``, a
         joiner too; ``"never"``, nobody (the bytes are reserved all the same).
+    :param huge_pages: may the creator place the region in huge pages? ``"auto"``: where they are to be had
+        soon, never making the region larger; ``"off"``; ``"require"``: else :class:`NoHugePagesError`.
+    :param numa: where the creator places the pages: ``"default"``, as the kernel does; ``"interleave"``, in
+        turn over the nodes; the number of a node, preferred. A sandbox that forbids it is a warning.
+    :param prefault_threads: threads that prepare the region. Default: by its size and the cores, at most 4.
+    :param progress: called between the pieces of the preparation with the bytes done and the bytes in all.
+        What it raises ends the constructor.
 
     :raises ValueError: a value that no region can have, or another geometry lives under this id.
     :raises TypeError: sizes that are no integers, an id that is no string.
-    :raises OSError: no space (``ENOSPC``, ``ENOMEM``), a file at the path that is not ours
+    :raises OSError: no space (``ENOSPC``, ``ENOMEM``), no huge pages where they are required, a file at the path that is not ours
         (:class:`PermissionError`), a missing or read-only ``/dev/shm``, :class:`TimeoutError`.
 
     All are also :class:`ec_shared_region.RegionError` and say what to do. Whatever is raised, nothing is
@@ -66,10 +76,13 @@ class ECSharedRegion(_core.Region):
     _mmap_path: str
     _is_creator: bool = False
     _fd: int | None = None
-    _mmap_obj: _core.Mapping | None = None
-    _blocks_ptr: int
     _blocks_nbytes: int
 
+    prefault_report: PrefaultReport
+    """How the pages were put in place."""
+
+    _is_open: bool = False
+    _address: int
     _is_registered_elsewhere: bool = False
     _pin_result: PinResult | None = None
 
@@ -82,6 +95,10 @@ class ECSharedRegion(_core.Region):
         timeout: float = 30.0,
         mode: Literal["create_or_join", "create", "join"] = "create_or_join",
         populate: Literal["create", "join", "never"] = "create",
+        huge_pages: Literal["auto", "off", "require"] = "auto",
+        numa: Literal["default", "interleave"] | int = "default",
+        prefault_threads: int | None = None,
+        progress: Callable[[int, int], object] | None = None,
     ) -> None:
         engine_id = _text("engine_id", engine_id)
         num_blocks = _whole_number("num_blocks", num_blocks)
@@ -93,7 +110,11 @@ class ECSharedRegion(_core.Region):
             _seconds("timeout", timeout),
             _text("mode", mode),
             _text("populate", populate),
+            _text("huge_pages", huge_pages),
+            numa if isinstance(numa, str) else str(_whole_number("numa", numa)),
+            None if prefault_threads is None else _whole_number("prefault_threads", prefault_threads, smallest=1),
             logger.warning,
+            _callable("progress", progress),
         )
         self.engine_id = engine_id
         self.num_blocks = num_blocks
@@ -101,8 +122,11 @@ class ECSharedRegion(_core.Region):
         self._mmap_path = opened.path
         self._is_creator = opened.is_creator
         self._fd = opened.fd
-        self._mmap_obj = self._mapping()
-        self._blocks_ptr = opened.address
+        self._address = opened.address
+        self.prefault_report = prefault.report_of(opened)
+        for name in ("_mmap_obj", "_blocks_ptr"):
+            self.__dict__.pop(name, None)
+        self._is_open = True
         self._blocks_nbytes = num_blocks * block_size_bytes
         self._warned_codes: set[int | None] = set()
         _open_regions.add(self)
@@ -110,7 +134,7 @@ class ECSharedRegion(_core.Region):
             logger.info("removed %s, which a dead process left: %d bytes", file_name, freed_bytes)
         logger.info(
             "%s region %s (engine_id %s, inode %d): %d blocks x %d bytes = %d bytes, in %.3f s "
-            "(waited %.3f s, reserved %.3f s, prefault by %s %.3f s)",
+            "(waited %.3f s, %s by %s in %.3f s, %d bytes in huge pages, %d threads)%s",
             "created" if opened.is_creator else "joined",
             opened.path,
             engine_id,
@@ -120,32 +144,53 @@ class ECSharedRegion(_core.Region):
             self._blocks_nbytes,
             opened.elapsed_seconds,
             opened.waited_seconds,
-            opened.reserve_seconds,
-            opened.prefault_method,
+            opened.tier,
+            opened.method,
             opened.prefault_seconds,
+            opened.huge_bytes,
+            opened.threads,
+            "" if opened.is_ready else "; its creator still prepares it",
         )
+        if opened.fallback is not None:
+            logger.debug("%s: base pages: %s", opened.path, opened.fallback)
+
+    # Plain attributes of the original, filled when they are first used: until then the pages may be missing.
+
+    @cached_property
+    def _mmap_obj(self) -> _core.Mapping | None:
+        if not self._is_open:
+            return None
+        self._wait_until_ready()
+        return self._mapping()
+
+    @cached_property
+    def _blocks_ptr(self) -> int:
+        self._wait_until_ready()
+        return self._address
 
     @cached_property
     def blocks(self) -> torch.Tensor:
         """The memory itself as a tensor: ``torch.int8``, shape ``(num_blocks, block_size_bytes)``, no copy.
 
-        Made on first use, which is when torch is imported. Views may outlive the region: the mapping
+        Made on first use, which is when torch is imported and, in a process that joined while the creator
+        still prepares the region, when the end of that is waited for (up to ``timeout``). Views may outlive the region: the mapping
         stays until the last of them is gone. After :meth:`cleanup` the attribute does not exist. Do not
         call ``blocks.pin_memory()``, which copies: :meth:`pin_memory` of the region pins in place.
         """
-        if self._mmap_obj is None:
+        mapping = self._mmap_obj
+        if mapping is None:
             raise AttributeError("blocks: the region is closed")
         import torch
 
         # A held memoryview, since torch.frombuffer gives a buffer back at once and keeps only the object.
-        flat = torch.frombuffer(memoryview(self._mmap_obj), dtype=torch.int8)
+        flat = torch.frombuffer(memoryview(mapping), dtype=torch.int8)
         return flat.view(self.num_blocks, self.block_size_bytes)
 
     @property
     def _is_pinned(self) -> bool:
         # The core knows, and changes it together with the registration. A subclass may register by other means and
         # say so, as it could with the original's plain attribute.
-        return (self._registered() or self._is_registered_elsewhere) and self._mmap_obj is not None
+        return (self._registered() or self._is_registered_elsewhere) and self._is_open
 
     @_is_pinned.setter
     def _is_pinned(self, value: bool) -> None:
@@ -165,6 +210,22 @@ class ECSharedRegion(_core.Region):
     def is_pinned(self) -> bool:
         """Is the whole mapping registered with CUDA in this process?"""
         return self._is_pinned
+
+    @property
+    def is_ready(self) -> bool:
+        """Is every byte known to be backed? Until then the first use of the bytes waits."""
+        return self._ready()
+
+    def wait_until_ready(self) -> None:
+        """Waits until every byte is backed, up to ``timeout`` seconds: by the creator, or, where it is gone,
+        by this process. ``blocks``, buffers and :meth:`pin_memory` do it by themselves.
+
+        :raises TimeoutError: the creator is alive and not done.
+        :raises OSError: the creator is gone, and there is no space.
+        :raises ValueError: the region is closed.
+        """
+        self._must_be_open()
+        self._wait_until_ready()
 
     @property
     def nbytes(self) -> int:
@@ -204,6 +265,7 @@ class ECSharedRegion(_core.Region):
         except pin.NoCuda as reason:
             return self._remember(pin.not_pinned(str(reason)))
         torch_cudart = None if torch is None else pin.cudart_of(torch, device)
+        self._wait_until_ready()
         outcome = self._pin(pin.package_roots(), max_piece_bytes, device, torch_cudart)
         result = pin.result_of(outcome, self._blocks_nbytes)
         if result and result.backend is None and self._pin_result:
@@ -248,14 +310,14 @@ class ECSharedRegion(_core.Region):
         logger.info("unpinned %s", self._mmap_path)
 
     def _must_be_open(self) -> None:
-        if self._mmap_obj is None:
+        if not self._is_open:
             raise _argument_error(
                 errors.RegionClosedError, "the region is closed", "open a new region: a closed one does not come back"
             )
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         # numpy takes the buffer; it comes here only where there is none, and would go on without an error.
-        self._must_be_open()
+        self.wait_until_ready()
         raise BufferError("the region has no buffer")
 
     def _remember(self, result: PinResult) -> PinResult:
@@ -281,7 +343,7 @@ class ECSharedRegion(_core.Region):
         """
         return Identity(*self._identity())
 
-    def cleanup(self) -> None:
+    def cleanup(self, *, synchronize: bool = False) -> None:
         """Lets go of the region: the creator takes the name away first, then the registration, the
         tensor, the mapping and the descriptor go.
 
@@ -290,8 +352,17 @@ class ECSharedRegion(_core.Region):
         last process to leave a region whose creator died takes the name away too. Copies in flight must
         have ended before: unregistering does not wait for them. In a forked child only the child's own
         mapping and descriptor go.
+
+        :param synchronize: where the region is pinned and torch uses CUDA in this process, wait first for
+            everything that was queued on every device (``torch.cuda.synchronize()``).
         """
-        was_open = self._mmap_obj is not None
+        if synchronize and self._is_pinned:
+            try:
+                pin.synchronize()
+            except Exception as error:  # an earlier fault of a kernel comes out here
+                logger.warning("%s: torch.cuda.synchronize() failed: %s", self._mmap_path, error)
+        was_open = self._is_open
+        self._is_open = False
         self.__dict__.pop("blocks", None)
         self._mmap_obj = None
         self._fd = None
@@ -325,7 +396,7 @@ class ECSharedRegion(_core.Region):
             return f"<{type(self).__name__} not open>"
         role = "creator" if self._is_creator else "joiner"
         pin = "pinned" if self._is_pinned else "not pinned"
-        state = pin if self._mmap_obj is not None else "closed"
+        state = pin if self._is_open else "closed"
         shape = f"{self.num_blocks} x {self.block_size_bytes} bytes"
         return f"<{type(self).__name__} {self.engine_id!r}: {shape}, {role}, {state}>"
 
@@ -354,6 +425,16 @@ def _text(what: str, value: object) -> str:
             f"invalid {what}: {value!r:.80}: it is not valid Unicode text",
             "a lone surrogate cannot be a part of a file name",
         ) from None
+    return value
+
+
+def _callable(what: str, value: Any) -> Any:
+    if value is not None and not callable(value):
+        raise _argument_error(
+            errors.ArgumentTypeError,
+            f"invalid {what}: {value!r:.80}: it must be callable, not {type(value).__name__}",
+            "give a function of two numbers: bytes done, bytes in all",
+        )
     return value
 
 

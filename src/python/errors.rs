@@ -15,6 +15,7 @@ fn class_name(error: &Error) -> &'static str {
         Error::TooLarge { .. } => "SizeOverflowError",
         Error::GeometryMismatch { .. } => "GeometryMismatchError",
         Error::NoSpace { .. } => "NoSpaceError",
+        Error::NoHugePages { .. } => "NoHugePagesError",
         Error::Foreign { .. } => "ForeignFileError",
         Error::Exists { .. } => "RegionExistsError",
         Error::Timeout {

@@ -20,13 +20,22 @@ use crate::wait::Host;
 /// How long Ctrl-C may go unnoticed. Each look takes the GIL, so it is not done at every step.
 const SIGNAL_INTERVAL: Duration = Duration::from_millis(20);
 
-/// The core's host: runs Python's signal handlers at checkpoints, and hands warnings to a callable.
+/// Whom the caller wants to be told of what happens on the way.
+#[derive(Default)]
+struct Callables {
+    /// Called with the text of a warning.
+    warn: Option<Py<PyAny>>,
+    /// Called with the bytes done and the bytes in all.
+    progress: Option<Py<PyAny>>,
+}
+
+/// The core's host: runs Python's signal handlers at checkpoints, and hands warnings and progress to callables.
 struct PythonHost {
     runs_handlers: bool,
     last_look: Instant,
+    last_progress: Option<Instant>,
     raised: Option<PyErr>,
-    /// Called with the text of a warning.
-    warn: Option<Py<PyAny>>,
+    callables: Callables,
 }
 
 impl PythonHost {
@@ -55,10 +64,24 @@ impl Host for PythonHost {
         self.keep(answer)
     }
 
+    fn progress(&mut self, done_bytes: usize, total_bytes: usize) {
+        let Some(progress) = &self.callables.progress else {
+            return;
+        };
+        let is_early = self.last_progress.is_some_and(|last| last.elapsed() < SIGNAL_INTERVAL);
+        if self.raised.is_some() || is_early && done_bytes < total_bytes {
+            return;
+        }
+        self.last_progress = Some(Instant::now());
+        let _returning = thread::Returning::begin();
+        let answer = Python::try_attach(|py| progress.call1(py, (done_bytes, total_bytes)).map(drop));
+        let _ = self.keep(answer);
+    }
+
     fn warn(&mut self, warning: &Warning) {
         let text = format!("{warning}\nhint: {}", warning.hint());
         let _returning = thread::Returning::begin();
-        let answer = Python::try_attach(|py| match &self.warn {
+        let answer = Python::try_attach(|py| match &self.callables.warn {
             Some(warn) => warn.call1(py, (text,)).map(drop),
             None => Ok(()),
         });
@@ -71,15 +94,16 @@ impl Host for PythonHost {
 /// place of the core's "interrupted".
 fn run_detached<T: Send>(
     py: Python<'_>,
-    warn: Option<Py<PyAny>>,
+    callables: Callables,
     work: impl Send + FnOnce(&mut crate::wait::Checkpoint<'_>) -> crate::Result<T>,
 ) -> PyResult<T> {
     let (result, raised) = detached(py, || {
         let mut host = PythonHost {
             runs_handlers: thread::runs_signal_handlers(),
             last_look: Instant::now(),
+            last_progress: None,
             raised: None,
-            warn,
+            callables,
         };
         let result = work(&mut host);
         (result, host.raised)
@@ -130,7 +154,7 @@ fn build_info(py: Python<'_>) -> PyResult<Bound<'_, PyDict>> {
 #[pyo3(signature = (fd, expected_size, timeout = 30.0))]
 fn wait_for_file_size(py: Python<'_>, fd: i32, expected_size: u64, timeout: f64) -> PyResult<()> {
     let limit = errors::seconds(py, timeout)?;
-    run_detached(py, None, |checkpoint| {
+    run_detached(py, Callables::default(), |checkpoint| {
         crate::file::wait_for_size(fd, expected_size, limit, checkpoint)
     })
 }

@@ -4,11 +4,13 @@
 #![allow(unsafe_code)] // the buffer protocol's slots are unsafe functions
 
 use std::ffi::c_int;
+use std::num::NonZeroUsize;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::time::Instant;
 
 use pyo3::exceptions::{PyBufferError, PyException, PyRuntimeError};
 use pyo3::ffi;
@@ -17,14 +19,15 @@ use pyo3::types::{PyDict, PyTuple};
 
 use super::buffer::{self, PyMapping, Shape};
 use super::torch_cudart::{Interrupted, TorchCudart};
-use super::{detached, errors, run_detached};
+use super::{Callables, detached, errors, run_detached};
 use crate::check::Name;
 use crate::fork::Process;
 use crate::mapping::Mapping;
 use crate::pin::{HostRegistrar, MAX_PIECE_BYTES, PinRefused, PinReport, Refusal};
-use crate::prefault::Method;
+use crate::prefault::{Method, Tier};
 use crate::region::{PinError, Region, Role};
 use crate::spec::{EngineId, Geometry, Spec};
+use crate::wait::Waiter;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -41,10 +44,17 @@ pub(super) struct PyOpenReport {
     elapsed_seconds: f64,
     /// Until the file was made or attached to.
     waited_seconds: f64,
-    reserve_seconds: f64,
-    prefault_seconds: f64,
+    is_ready: bool,
+    /// "mount", "collapse", "base" or "none".
+    tier: &'static str,
     /// "none", "populate_write", "touch_write", "populate_read" or "touch_read".
-    prefault_method: &'static str,
+    method: &'static str,
+    huge_bytes: u64,
+    base_bytes: u64,
+    threads: usize,
+    prefault_seconds: f64,
+    /// Why a lower tier was taken than there is.
+    fallback: Option<String>,
     /// Dead files that were removed on the way: (file name, bytes).
     reclaimed: Vec<(String, u64)>,
 }
@@ -60,6 +70,7 @@ pub(super) struct PyCheckReport {
     links: u64,
     mode: u32,
     uid: u32,
+    is_being_prepared: bool,
     foreign_block_size: Option<u64>,
     holders: Vec<u32>,
     unseen_holders: usize,
@@ -208,6 +219,8 @@ pub(super) struct PyRegion {
     owner: AtomicU64,
     /// Changed under the state's lock, read without it.
     is_registered: AtomicBool,
+    /// Every byte is known to be backed; until then none may be shown.
+    is_ready: AtomicBool,
     /// The thread that holds the state for a slow step, or 0: a signal handler that runs in it must not wait for it.
     busy_thread: AtomicU64,
     /// Such a handler asked to close: the thread does it when the step has ended.
@@ -291,6 +304,47 @@ impl PyRegion {
         .map_err(|error| errors::to_python(py, &error))
     }
 
+    /// Waits until every byte is backed, without the state's lock while there is nothing to do: others may close
+    /// the region meanwhile.
+    fn wait_until_ready(&self, py: Python<'_>) -> PyResult<()> {
+        if self.is_ready.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        if self.is_busy_here() {
+            return Err(PyRuntimeError::new_err(
+                "a signal handler cannot use a region that its own thread is just preparing",
+            ));
+        }
+        let waited = run_detached(py, Callables::default(), |checkpoint| {
+            let since = Instant::now();
+            let limit = match self.state().as_deref() {
+                Some(Some(region)) => region.timeout(),
+                Some(None) | None => return Err(crate::Error::Closed),
+            };
+            let mut waiter = Waiter::new(limit, checkpoint);
+            loop {
+                let is_ready = match self.state().as_deref_mut() {
+                    Some(Some(region)) => {
+                        let _busy = Busy::begin(&self.busy_thread);
+                        region.look_whether_ready(&mut waiter)?
+                    }
+                    Some(None) | None => return Err(crate::Error::Closed),
+                };
+                if is_ready {
+                    self.is_ready.store(true, Ordering::Relaxed);
+                    return Ok(());
+                }
+                waiter.pause(since)?;
+            }
+        });
+        if self.close_afterwards.swap(false, Ordering::Relaxed) {
+            self._close(py);
+            waited?;
+            return Err(errors::to_python(py, &crate::Error::Closed));
+        }
+        waited
+    }
+
     /// The address behind the last byte; 0 where the region is closed.
     fn end_address(&self) -> usize {
         lock(&self.exporter)
@@ -326,6 +380,7 @@ impl PyRegion {
             }),
             owner: AtomicU64::new(Process::current().to_bits()),
             is_registered: AtomicBool::new(false),
+            is_ready: AtomicBool::new(false),
             busy_thread: AtomicU64::new(0),
             close_afterwards: AtomicBool::new(false),
         }
@@ -345,7 +400,11 @@ impl PyRegion {
         timeout: f64,
         mode: &str,
         populate: &str,
+        huge_pages: &str,
+        numa: &str,
+        threads: Option<NonZeroUsize>,
         warn: Option<Py<PyAny>>,
+        progress: Option<Py<PyAny>>,
     ) -> PyResult<PyOpenReport> {
         let wrong = |error| errors::to_python(py, &error);
         let geometry = Geometry::new(num_blocks, block_size_bytes).map_err(wrong)?;
@@ -355,6 +414,9 @@ impl PyRegion {
             timeout: errors::seconds(py, timeout)?,
             mode: mode.parse().map_err(wrong)?,
             populate: populate.parse().map_err(wrong)?,
+            huge_pages: huge_pages.parse().map_err(wrong)?,
+            numa: numa.parse().map_err(wrong)?,
+            threads,
         };
         {
             let mut exporter = lock(&self.exporter);
@@ -365,7 +427,9 @@ impl PyRegion {
             }
             exporter.is_opening = true;
         }
-        let opened = run_detached(py, warn, |checkpoint| Region::open(&spec, checkpoint));
+        let opened = run_detached(py, Callables { warn, progress }, |checkpoint| {
+            Region::open(&spec, checkpoint)
+        });
         lock(&self.exporter).is_opening = false;
         let (region, report) = opened?;
         let (Some(mapping), Some(file)) = (region.mapping().cloned(), region.file()) else {
@@ -379,9 +443,19 @@ impl PyRegion {
             address: mapping.as_ptr() as usize,
             elapsed_seconds: report.elapsed.as_secs_f64(),
             waited_seconds: report.waited.as_secs_f64(),
-            reserve_seconds: report.prefault.reserve.as_secs_f64(),
-            prefault_seconds: report.prefault.prefault.as_secs_f64(),
-            prefault_method: match report.prefault.method {
+            is_ready: region.is_ready(),
+            tier: match report.prefault.tier {
+                Tier::None => "none",
+                Tier::Base => "base",
+                Tier::Collapse => "collapse",
+                Tier::Mount => "mount",
+            },
+            huge_bytes: report.prefault.huge_bytes,
+            base_bytes: report.prefault.base_bytes,
+            threads: report.prefault.threads,
+            prefault_seconds: report.prefault.elapsed.as_secs_f64(),
+            fallback: report.prefault.fallback.map(|fallback| fallback.to_string()),
+            method: match report.prefault.method {
                 Method::None => "none",
                 Method::PopulateWrite => "populate_write",
                 Method::TouchWrite => "touch_write",
@@ -405,8 +479,19 @@ impl PyRegion {
             is_lent: false,
         };
         self.owner.store(Process::current().to_bits(), Ordering::Relaxed);
+        self.is_ready.store(opened.is_ready, Ordering::Relaxed);
         *lock(&self.state) = Some(region);
         Ok(opened)
+    }
+
+    /// Is every byte known to be backed?
+    fn _ready(&self) -> bool {
+        self.is_ready.load(Ordering::Relaxed)
+    }
+
+    /// Waits until every byte is backed: by the creator, or, where it is gone, by this process.
+    fn _wait_until_ready(&self, py: Python<'_>) -> PyResult<()> {
+        self.wait_until_ready(py)
     }
 
     /// An object that exports the whole mapping and keeps it while it, or a view of it, lives.
@@ -501,6 +586,7 @@ impl PyRegion {
             links: report.links,
             mode: report.mode,
             uid: report.uid,
+            is_being_prepared: report.is_being_prepared,
             foreign_block_size: report.foreign_block_size,
             holders: report.holders,
             unseen_holders: report.unseen_holders,
@@ -541,6 +627,10 @@ impl PyRegion {
     /// # Safety
     /// Called by the interpreter with a `Py_buffer` to fill.
     unsafe fn __getbuffer__(slf: Bound<'_, Self>, view: *mut ffi::Py_buffer, flags: c_int) -> PyResult<()> {
+        let is_open = lock(&slf.get().exporter).is_open;
+        if is_open {
+            slf.get().wait_until_ready(slf.py())?;
+        }
         let mut exporter = lock(&slf.get().exporter);
         let Some(mapping) = exporter.mapping.clone().filter(|_| exporter.is_open) else {
             return Err(PyBufferError::new_err("the region is closed"));
