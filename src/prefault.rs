@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::sys::signal::{SigSet, SigmaskHow};
+use nix::time::ClockId;
 
 use crate::directory::Directory;
 use crate::error::{Error, Result};
@@ -271,6 +272,7 @@ struct Crew<'a> {
     // What huge pages took, in all threads, and when to look at their rate next.
     huge_done_bytes: AtomicU64,
     huge_nanos: AtomicU64,
+    huge_cpu_nanos: AtomicU64,
     next_look_nanos: AtomicU64,
     /// [`huge::memory_stalls`] at the last look; `UNKNOWN` before it.
     stalls: AtomicU64,
@@ -310,6 +312,7 @@ impl<'a> Crew<'a> {
             refusals: AtomicU32::new(0),
             huge_done_bytes: AtomicU64::new(0),
             huge_nanos: AtomicU64::new(0),
+            huge_cpu_nanos: AtomicU64::new(0),
             next_look_nanos: AtomicU64::new(nanos(FIRST_LOOK)),
             stalls: AtomicU64::new(UNKNOWN),
         }
@@ -427,7 +430,7 @@ impl<'a> Crew<'a> {
             }
             // Not reserved first: with `huge=advise` that would fill it with base pages.
             Tier::Mount => {
-                let (began, len) = (Instant::now(), piece.len());
+                let (began, len) = (Stopwatch::start(), piece.len());
                 self.populate(piece, go_on)?;
                 self.look_at_the_rate(len, began.elapsed(), hand);
                 Ok(())
@@ -446,7 +449,7 @@ impl<'a> Crew<'a> {
             go_on()?;
             reached(Step::Collapse);
             let end = whole_end.min(at + hand.stride * self.huge_page_bytes);
-            let began = Instant::now();
+            let began = Stopwatch::start();
             match self.site.mapping.collapse(at..end) {
                 Ok(()) => {
                     self.refusals.store(0, Relaxed);
@@ -471,8 +474,9 @@ impl<'a> Crew<'a> {
         }
     }
 
-    fn look_at_the_rate(&self, bytes: usize, took: Duration, hand: &mut Hand) {
-        let took = nanos(took);
+    fn look_at_the_rate(&self, bytes: usize, took: Took, hand: &mut Hand) {
+        self.huge_cpu_nanos.fetch_add(took.cpu_nanos, Relaxed);
+        let took = took.nanos;
         hand.stride = if rate(bytes as u64, took) < SLOW_RATE {
             1
         } else {
@@ -502,7 +506,7 @@ impl<'a> Crew<'a> {
         if self.tier() == Tier::Mount {
             let _ = self.site.mapping.want_huge_pages(extent.clone(), false);
         }
-        let (began, bytes) = (Instant::now(), extent.len() as u64);
+        let (began, bytes) = (Stopwatch::start(), extent.len() as u64);
         self.reserve(extent.clone(), go_on)?;
         self.populate(extent, go_on)?;
         let base_rate = rate(bytes, nanos(began.elapsed()));
@@ -607,6 +611,40 @@ impl<'a> Crew<'a> {
             threads,
             elapsed,
             fallback: *self.fallback.lock().unwrap_or_else(PoisonError::into_inner),
+        }
+    }
+}
+
+/// Time that something took: by the clock, and of this thread on a core.
+#[derive(Debug, Clone, Copy)]
+struct Took {
+    nanos: u64,
+    cpu_nanos: u64,
+}
+
+struct Stopwatch {
+    began: Instant,
+    cpu: Duration,
+}
+
+impl Stopwatch {
+    fn start() -> Self {
+        Self {
+            began: Instant::now(),
+            cpu: Self::cpu(),
+        }
+    }
+
+    fn cpu() -> Duration {
+        ClockId::CLOCK_THREAD_CPUTIME_ID
+            .now()
+            .map_or(Duration::ZERO, Duration::from)
+    }
+
+    fn elapsed(&self) -> Took {
+        Took {
+            nanos: nanos(self.began.elapsed()),
+            cpu_nanos: nanos(Self::cpu().saturating_sub(self.cpu)),
         }
     }
 }
@@ -817,9 +855,13 @@ mod tests {
             stride: 4,
             compares: None,
         };
-        crew.look_at_the_rate(2 << 20, Duration::from_millis(1), &mut hand);
+        let took = |seconds| Took {
+            nanos: seconds * 1_000_000_000,
+            cpu_nanos: seconds * 1_000_000_000,
+        };
+        crew.look_at_the_rate(2 << 30, took(1), &mut hand);
         assert_eq!((hand.stride, hand.compares), (8, None));
-        crew.look_at_the_rate(2 << 20, Duration::from_secs(60), &mut hand);
+        crew.look_at_the_rate(2 << 20, took(60), &mut hand);
         assert_eq!((hand.stride, hand.compares.is_some()), (1, true));
         crew.prepare(0..2 << 20, &mut hand, &mut || Ok(())).unwrap();
         assert_eq!(crew.tier(), Tier::Base);
