@@ -509,12 +509,14 @@ impl<'a> Crew<'a> {
         let (began, bytes) = (Stopwatch::start(), extent.len() as u64);
         self.reserve(extent.clone(), go_on)?;
         self.populate(extent, go_on)?;
-        let base_rate = rate(bytes, nanos(began.elapsed()));
-        let huge_rate = rate(self.huge_done_bytes.load(Relaxed), self.huge_nanos.load(Relaxed));
-        let bar = if stalled.0 {
-            huge_rate + huge_rate / 2
+        let (base, huge_bytes) = (began.elapsed(), self.huge_done_bytes.load(Relaxed));
+        let (base_rate, huge_rate, bar) = if stalled.0 {
+            let huge_rate = rate(huge_bytes, self.huge_nanos.load(Relaxed));
+            (rate(bytes, base.nanos), huge_rate, huge_rate + huge_rate / 2)
         } else {
-            4 * huge_rate
+            // Time in which another process had the core says nothing of pages.
+            let huge_rate = rate(huge_bytes, self.huge_cpu_nanos.load(Relaxed));
+            (rate(bytes, base.cpu_nanos), huge_rate, 4 * huge_rate)
         };
         if base_rate > bar {
             self.fall(Fallback::Slow {
@@ -855,7 +857,7 @@ mod tests {
             stride: 4,
             compares: None,
         };
-        let took = |seconds| Took {
+        let took = |seconds: u64| Took {
             nanos: seconds * 1_000_000_000,
             cpu_nanos: seconds * 1_000_000_000,
         };
