@@ -102,6 +102,14 @@ impl Directory {
         }))
     }
 
+    /// Does a holder of ours announce itself on the file at `name`? Without the lock: an answer that may be old.
+    #[must_use]
+    pub fn is_held_by_ours(&self, name: &CStr) -> bool {
+        let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
+        openat(&self.fd, name, flags, Permissions::empty())
+            .is_ok_and(|file| lock::announced_block_size(&Unshared::from(file)).is_some())
+    }
+
     /// Tells constructors that find too little space that some is about to come back.
     /// `None` where the kernel refuses the lock: then they only fail sooner.
     #[must_use]

@@ -44,6 +44,8 @@ pub enum Probe {
 #[derive(Debug)]
 pub struct Found {
     fd: Unshared,
+    identity: FileIdentity,
+    announced_block_size: Option<u64>,
     pub size_bytes: u64,
     pub allocated_bytes: u64,
 }
@@ -52,13 +54,13 @@ impl Found {
     /// The block size that a living holder of ours announced.
     #[must_use]
     pub fn announced_block_size(&self) -> Option<u64> {
-        lock::announced_block_size(&self.fd)
+        self.announced_block_size
     }
 
     /// Is everybody who holds it, as far as can be seen, on the way out?
     #[must_use]
     pub fn is_held_by_the_dying_only(&self) -> bool {
-        fstat(&self.fd).is_ok_and(|stat| holders::are_dying(identity(&stat)))
+        holders::are_dying(self.identity)
     }
 
     #[must_use]
@@ -152,6 +154,17 @@ impl Locked<'_> {
     }
 
     fn judge(&self, name: &CStr, fd: Unshared, stat: &FileStat) -> Result<Probe> {
+        let found = |fd, announced_block_size| Found {
+            identity: identity(stat),
+            announced_block_size,
+            size_bytes: u64::try_from(stat.st_size).unwrap_or(0),
+            allocated_bytes: allocated_bytes(stat),
+            fd,
+        };
+        // The sign of a holder of ours, and the shortest way to know of one.
+        if let Some(block_size_bytes) = lock::announced_block_size(&fd) {
+            return Ok(Probe::Live(found(fd, Some(block_size_bytes))));
+        }
         let exclusive =
             Exclusive::try_hold(&fd).map_err(|source| Error::os("flock", self.directory.join(name), source))?;
         let (is_live, is_proven) = match (&exclusive, lock::has_writer(&fd)) {
@@ -165,11 +178,7 @@ impl Locked<'_> {
             ),
         };
         drop(exclusive);
-        let found = Found {
-            fd,
-            size_bytes: u64::try_from(stat.st_size).unwrap_or(0),
-            allocated_bytes: allocated_bytes(stat),
-        };
+        let found = found(fd, None);
         Ok(if is_live {
             Probe::Live(found)
         } else {
@@ -193,8 +202,7 @@ impl Locked<'_> {
             Err(errno) => return Err(os("open")(errno.into())),
         };
         let stat = fstat(&fd).map_err(|errno| os("fstat")(errno.into()))?;
-        let probed = fstat(&found.fd).map_err(|errno| os("fstat")(errno.into()))?;
-        if identity(&stat) != identity(&probed) {
+        if identity(&stat) != found.identity {
             return Ok(Attach::NameChanged);
         }
         if !lock::hold_shared(&fd).map_err(os("flock"))? {
@@ -243,12 +251,23 @@ fn allocated_bytes(stat: &FileStat) -> u64 {
     u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512)
 }
 
-/// Is every page of the file backed by the filesystem, so that no touch can fail for lack of space?
-///
-/// # Errors
-/// The error of `fstat(2)`.
-pub fn is_backed(file: &impl AsFd, total_bytes: usize) -> io::Result<bool> {
-    Ok(allocated_bytes(&fstat(file)?) >= total_bytes as u64)
+/// How large a file is, and how much of it is backed by the filesystem.
+#[derive(Debug, Clone, Copy)]
+pub struct Extent {
+    pub size_bytes: u64,
+    pub allocated_bytes: u64,
+}
+
+impl Extent {
+    /// # Errors
+    /// The error of `fstat(2)`.
+    pub fn of(file: &impl AsFd) -> io::Result<Self> {
+        let stat = fstat(file)?;
+        Ok(Self {
+            size_bytes: u64::try_from(stat.st_size).unwrap_or(0),
+            allocated_bytes: allocated_bytes(&stat),
+        })
+    }
 }
 
 /// Polls the size of the file behind a descriptor of the caller's until it has `expected_bytes`.

@@ -5,6 +5,7 @@
 use std::fs::File;
 use std::io::{self, BufRead, BufReader};
 use std::os::fd::AsRawFd;
+use std::sync::OnceLock;
 
 use nix::errno::Errno;
 use nix::libc;
@@ -15,11 +16,14 @@ use crate::mapping::Mapping;
 /// Bytes of a huge page: 2 MiB on x86-64, up to 512 MiB on aarch64. `None` where the kernel has none.
 #[must_use]
 pub fn huge_page_bytes() -> Option<usize> {
-    let text = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").ok()?;
-    text.trim()
-        .parse()
-        .ok()
-        .filter(|&bytes: &usize| bytes.is_power_of_two())
+    static BYTES: OnceLock<Option<usize>> = OnceLock::new();
+    *BYTES.get_or_init(|| {
+        let text = std::fs::read_to_string("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size").ok()?;
+        text.trim()
+            .parse()
+            .ok()
+            .filter(|&bytes: &usize| bytes.is_power_of_two())
+    })
 }
 
 /// Does a mount of tmpfs give huge pages of its own, where they are asked for by `madvise`?

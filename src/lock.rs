@@ -69,7 +69,11 @@ pub struct Exclusive<Fd: AsFd>(Fd);
 impl<Fd: AsFd> Exclusive<Fd> {
     /// `None` where somebody else holds a lock. Takes a descriptor or a reference to one.
     pub fn try_hold(fd: Fd) -> io::Result<Option<Self>> {
-        Ok(flock(&fd, libc::LOCK_EX)?.then_some(Self(fd)))
+        Ok(if flock(&fd, libc::LOCK_EX)? {
+            Some(Self(fd))
+        } else {
+            None
+        })
     }
 }
 

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use crate::directory::Directory;
 use crate::error::{Available, Error, FoundGeometry, Result, WaitState, Warning};
-use crate::file::{Attach, Found, Probe, is_backed};
+use crate::file::{Attach, Extent, Found, Probe};
 use crate::fork::Unshared;
 use crate::huge;
 use crate::lock::{self, Preparing};
@@ -327,7 +327,7 @@ impl<'s> Opening<'s> {
             waiter.warn(&warning);
         }
         reached(Step::Map);
-        let mapping = self.map(file)?;
+        let mapping = self.map(file, self.extent(file)?)?;
         // Reserving places pages: where they go must be known before.
         if let Err(source) = numa::apply(self.spec.numa, &mapping) {
             let (path, errno) = (self.path.clone(), source.raw_os_error().unwrap_or(0));
@@ -358,11 +358,12 @@ impl<'s> Opening<'s> {
         let began = Instant::now();
         reached(Step::JoinReserve);
         let is_ready = self.spec.populate == Populate::Join || !lock::is_being_prepared(file);
-        if is_ready {
-            back(file, total, &self.directory, &self.path, waiter)?;
+        let extent = self.extent(file)?;
+        if is_ready && extent.allocated_bytes < total as u64 {
+            set_aside(file, total, &self.directory, &self.path, waiter)?;
         }
         reached(Step::JoinMap);
-        let mapping = self.map(file)?;
+        let mapping = self.map(file, extent)?;
         let prefault = match self.spec.populate {
             Populate::Create | Populate::Never => PrefaultReport::reserved(began.elapsed()),
             Populate::Join => prefault::map_existing(self.site(&mapping, file), self.spec, waiter)?,
@@ -383,19 +384,20 @@ impl<'s> Opening<'s> {
         }
     }
 
-    fn map(&self, file: &Unshared) -> Result<Mapping> {
+    fn extent(&self, file: &Unshared) -> Result<Extent> {
+        Extent::of(file).map_err(|source| Error::os("fstat", &self.path, source))
+    }
+
+    fn map(&self, file: &Unshared, extent: Extent) -> Result<Mapping> {
         let total = self.spec.geometry.total_bytes();
         // The size was seen before the open: a file that shrank since then must not be mapped.
-        let size = file
-            .file()
-            .metadata()
-            .map_err(|source| Error::os("fstat", &self.path, source))?
-            .len();
-        if size < total as u64 {
+        if extent.size_bytes < total as u64 {
             return Err(Error::GeometryMismatch {
                 path: self.path.clone(),
                 wanted: self.spec.geometry,
-                found: FoundGeometry::SizeOnly { size_bytes: size },
+                found: FoundGeometry::SizeOnly {
+                    size_bytes: extent.size_bytes,
+                },
             });
         }
         let align_bytes = huge::huge_page_bytes().unwrap_or_else(page_bytes);
@@ -423,7 +425,8 @@ pub(crate) fn back(
     path: &Path,
     waiter: &mut Waiter<'_, '_>,
 ) -> Result<()> {
-    if is_backed(file, total_bytes).map_err(|source| Error::os("fstat", path, source))? {
+    let extent = Extent::of(file).map_err(|source| Error::os("fstat", path, source))?;
+    if extent.allocated_bytes >= total_bytes as u64 {
         return Ok(());
     }
     set_aside(file, total_bytes, directory, path, waiter)

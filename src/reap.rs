@@ -64,6 +64,11 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// what is wrong with the file.
 pub fn remove_if_last(directory: &Directory, name: &CStr) {
     reached(Step::LastOut);
+    // Mostly somebody of ours is left. Who goes at the same moment has let go before it looks, so one of the two sees
+    // nobody.
+    if directory.is_held_by_ours(name) {
+        return;
+    }
     let mut go_on = never_stop();
     let _ = reclaim_if_dead(directory, name, &mut Waiter::new(PATIENCE, &mut go_on));
 }

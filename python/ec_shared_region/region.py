@@ -78,11 +78,8 @@ class ECSharedRegion(_core.Region):
     _fd: int | None = None
     _blocks_nbytes: int
 
-    prefault_report: PrefaultReport
-    """How the pages were put in place."""
-
     _is_open: bool = False
-    _address: int
+    _opened: _core.OpenReport
     _is_registered_elsewhere: bool = False
     _pin_result: PinResult | None = None
 
@@ -122,9 +119,8 @@ class ECSharedRegion(_core.Region):
         self._mmap_path = opened.path
         self._is_creator = opened.is_creator
         self._fd = opened.fd
-        self._address = opened.address
-        self.prefault_report = prefault.report_of(opened)
-        for name in ("_mmap_obj", "_blocks_ptr"):
+        self._opened = opened
+        for name in ("_mmap_obj", "_blocks_ptr", "prefault_report"):
             self.__dict__.pop(name, None)
         self._is_open = True
         self._blocks_nbytes = num_blocks * block_size_bytes
@@ -132,15 +128,19 @@ class ECSharedRegion(_core.Region):
         _open_regions.add(self)
         for file_name, freed_bytes in opened.reclaimed:
             logger.info("removed %s, which a dead process left: %d bytes", file_name, freed_bytes)
+        if logger.isEnabledFor(logging.INFO):
+            self._log_opened(opened)
+
+    def _log_opened(self, opened: _core.OpenReport) -> None:
         logger.info(
             "%s region %s (engine_id %s, inode %d): %d blocks x %d bytes = %d bytes, in %.3f s "
             "(waited %.3f s, %s by %s in %.3f s, %d bytes in huge pages, %d threads)%s",
             "created" if opened.is_creator else "joined",
             opened.path,
-            engine_id,
+            self.engine_id,
             opened.inode,
-            num_blocks,
-            block_size_bytes,
+            self.num_blocks,
+            self.block_size_bytes,
             self._blocks_nbytes,
             opened.elapsed_seconds,
             opened.waited_seconds,
@@ -154,6 +154,11 @@ class ECSharedRegion(_core.Region):
         if opened.fallback is not None:
             logger.debug("%s: base pages: %s", opened.path, opened.fallback)
 
+    @cached_property
+    def prefault_report(self) -> PrefaultReport:
+        """How the pages were put in place, and mapped by this process."""
+        return prefault.report_of(self._opened)
+
     # Plain attributes of the original, filled when they are first used: until then the pages may be missing.
 
     @cached_property
@@ -166,16 +171,17 @@ class ECSharedRegion(_core.Region):
     @cached_property
     def _blocks_ptr(self) -> int:
         self._wait_until_ready()
-        return self._address
+        return self._opened.address
 
     @cached_property
     def blocks(self) -> torch.Tensor:
         """The memory itself as a tensor: ``torch.int8``, shape ``(num_blocks, block_size_bytes)``, no copy.
 
         Made on first use, which is when torch is imported and, in a process that joined while the creator
-        still prepares the region, when the end of that is waited for (up to ``timeout``). Views may outlive the region: the mapping
-        stays until the last of them is gone. After :meth:`cleanup` the attribute does not exist. Do not
-        call ``blocks.pin_memory()``, which copies: :meth:`pin_memory` of the region pins in place.
+        still prepares the region, when the end of that is waited for (up to ``timeout``). Views may outlive
+        the region: the mapping stays until the last of them is gone. After :meth:`cleanup` the attribute does
+        not exist. Do not call ``blocks.pin_memory()``, which copies: :meth:`pin_memory` of the region pins in
+        place.
         """
         mapping = self._mmap_obj
         if mapping is None:
