@@ -334,8 +334,12 @@ impl Error {
             Self::InvalidNumber { what: "timeout", .. } => {
                 "give seconds as a number, for example 30.0".into()
             }
-            Self::InvalidNumber { what: "mode" | "populate" | "huge_pages" | "numa", .. } => {
+            Self::InvalidNumber { what: "mode" | "populate" | "huge_pages", .. } => {
                 "see the constructor's documentation for the words it takes".into()
+            }
+            Self::InvalidNumber { what: "numa", .. } => {
+                "`ls /sys/devices/system/node` shows the nodes, Mems_allowed_list in /proc/self/status those of this process"
+                    .into()
             }
             Self::InvalidNumber { what: "num_blocks", .. } => {
                 "num_blocks is byte_budget // block_size_bytes: a budget below one block gives 0".into()

@@ -8,6 +8,8 @@ use std::os::fd::AsFd;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use nix::libc;
+
 use crate::directory::Directory;
 use crate::error::{Available, Error, FoundGeometry, Result, WaitState, Warning};
 use crate::file::{Attach, Extent, Found, Probe};
@@ -21,7 +23,7 @@ use crate::publish::Publication;
 use crate::reap::{self, Reclaimed};
 use crate::region::{OpenReport, Role};
 use crate::reserve::{self, Fault};
-use crate::spec::{Mode, Populate, Spec};
+use crate::spec::{Mode, Numa, Populate, Spec};
 use crate::step::{Step, reached};
 use crate::wait::Waiter;
 
@@ -329,16 +331,9 @@ impl<'s> Opening<'s> {
         reached(Step::Map);
         let mapping = self.map(file, self.extent(file)?)?;
         // Reserving places pages: where they go must be known before.
-        if let Err(source) = numa::apply(self.spec.numa, &mapping) {
-            let (path, errno) = (self.path.clone(), source.raw_os_error().unwrap_or(0));
-            waiter.warn(&Warning::Numa { path, errno });
-        }
+        self.place_on_nodes(&mapping, waiter)?;
         let prefault = match self.spec.populate {
-            Populate::Never => {
-                let began = Instant::now();
-                set_aside(file, total, &self.directory, &self.path, waiter)?;
-                PrefaultReport::reserved(began.elapsed())
-            }
+            Populate::Never => prefault::set_aside(self.site(&mapping, file), waiter)?,
             Populate::Create | Populate::Join => prefault::place(self.site(&mapping, file), self.spec, waiter)?,
         };
         reached(Step::EndPreparing);
@@ -348,6 +343,26 @@ impl<'s> Opening<'s> {
             prefault,
             is_ready: true,
         })
+    }
+
+    fn place_on_nodes(&self, mapping: &Mapping, waiter: &mut Waiter<'_, '_>) -> Result<()> {
+        let Err(source) = numa::apply(self.spec.numa, mapping) else {
+            return Ok(());
+        };
+        let errno = source.raw_os_error().unwrap_or(0);
+        match self.spec.numa {
+            Numa::Node(node) if errno == libc::EINVAL => Err(Error::InvalidNumber {
+                what: "numa",
+                value: node.to_string(),
+                reason: "there is no such node, or this process may not use it",
+            }),
+            // What a sandbox refuses is no reason to go without a region.
+            Numa::Default | Numa::Interleave | Numa::Node(_) => {
+                let path = self.path.clone();
+                waiter.warn(&Warning::Numa { path, errno });
+                Ok(())
+            }
+        }
     }
 
     /// The joiner's part. While a creator is at work it only maps. Else a file may have pages that nobody has

@@ -16,7 +16,6 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::sys::signal::{SigSet, SigmaskHow};
-use nix::time::ClockId;
 
 use crate::directory::Directory;
 use crate::error::{Error, Result};
@@ -39,6 +38,9 @@ const MOST_THREADS: usize = 4;
 const SLOW_RATE: u64 = 1 << 30;
 /// Compaction may take this long before the first look at the rate.
 const FIRST_LOOK: Duration = Duration::from_millis(50);
+/// Memory that the host has to find first comes at 0.4 GiB/s, in whatever pages, and a few base pages that were used
+/// before come at 3: only what is slower by more than this is left without a sign of compaction.
+const COLD_FACTOR: u64 = 16;
 /// So many pieces in a row without a huge page: there are none to be had.
 const MOST_REFUSALS: u32 = 2;
 
@@ -180,6 +182,37 @@ pub(crate) fn place(site: Site<'_>, spec: &Spec, waiter: &mut Waiter<'_, '_>) ->
     Ok(report)
 }
 
+/// The creator's, where nothing is to be mapped ahead: sets every page aside.
+///
+/// # Errors
+/// [`Error::NoSpace`], [`Error::Interrupted`], [`Error::Os`]. Pages placed until then stay with the file.
+pub(crate) fn set_aside(site: Site<'_>, waiter: &mut Waiter<'_, '_>) -> Result<PrefaultReport> {
+    let total = site.mapping.len_bytes();
+    let began = Instant::now();
+    // There `fallocate` would put a huge page behind the tail, beyond the end of the file.
+    let tail_bytes = match huge::huge_page_bytes() {
+        Some(huge_page_bytes) if huge::mount_gives_huge_pages(site.directory.device) => total % huge_page_bytes,
+        Some(_) | None => 0,
+    };
+    let whole_bytes = total - tail_bytes;
+    let placed = reserve(site.file, 0..whole_bytes, &mut |done_bytes| {
+        waiter.checkpoint().map_err(Fault::Stop)?;
+        waiter.progress(done_bytes, total);
+        Ok(())
+    })
+    .and_then(|()| {
+        if tail_bytes == 0 {
+            return Ok(());
+        }
+        let _ = site.mapping.want_huge_pages(whole_bytes..total, false);
+        let crew = Crew::new(site, Access::Write, Ladder::base_pages());
+        crew.populate(whole_bytes..total, &mut || waiter.checkpoint().map_err(Fault::Stop))
+    });
+    placed.map_err(|fault| fault.into_error(total, site.directory, site.path))?;
+    waiter.progress(total, total);
+    Ok(PrefaultReport::reserved(began.elapsed()))
+}
+
 /// A joiner's: maps the pages that are there. Reading does not write to them, and a shared mapping of tmpfs needs no
 /// second fault to be written.
 ///
@@ -190,6 +223,8 @@ pub(crate) fn map_existing(site: Site<'_>, spec: &Spec, waiter: &mut Waiter<'_, 
         tier: Tier::None,
         huge_page_bytes: huge::huge_page_bytes(),
         fallback: None,
+        reserves: false,
+        may_fall: true,
     };
     let crew = Crew::new(site, Access::Read, ladder);
     let began = Instant::now();
@@ -214,24 +249,43 @@ struct Ladder {
     tier: Tier,
     huge_page_bytes: Option<usize>,
     fallback: Option<Fallback>,
+    /// `fallocate` gives base pages here. With `huge=always` and `huge=within_size` it gives huge ones, the last of them
+    /// beyond the end of the file; there, only faults can be told not to.
+    reserves: bool,
+    /// Slow huge pages may be left for base pages.
+    may_fall: bool,
 }
 
 impl Ladder {
+    /// By faults alone.
+    fn base_pages() -> Self {
+        Self {
+            tier: Tier::Base,
+            huge_page_bytes: None,
+            fallback: None,
+            reserves: false,
+            may_fall: true,
+        }
+    }
+
     fn choose(wish: HugePages, total_bytes: usize, mount_gives: impl FnOnce() -> bool) -> Self {
         let huge_page_bytes = huge::huge_page_bytes();
+        let is_too_small = huge_page_bytes.is_some_and(|huge_page_bytes| total_bytes < huge_page_bytes);
+        // A look at all mounts, saved where nothing depends on it: so little is quickly placed by faults.
+        let mount_gives = huge_page_bytes.is_some() && !is_too_small && mount_gives();
         let (tier, fallback) = match huge_page_bytes {
             _ if wish == HugePages::Off => (Tier::Base, Some(Fallback::NotWanted)),
             None => (Tier::Base, Some(Fallback::NoSupport)),
-            Some(huge_page_bytes) if total_bytes < huge_page_bytes => {
-                (Tier::Base, Some(Fallback::TooSmall { huge_page_bytes }))
-            }
-            Some(_) if mount_gives() => (Tier::Mount, None),
+            Some(huge_page_bytes) if is_too_small => (Tier::Base, Some(Fallback::TooSmall { huge_page_bytes })),
+            Some(_) if mount_gives => (Tier::Mount, None),
             Some(_) => (Tier::Collapse, None),
         };
         Self {
             tier,
             huge_page_bytes,
             fallback,
+            reserves: !mount_gives && !is_too_small,
+            may_fall: wish == HugePages::Auto,
         }
     }
 }
@@ -254,6 +308,7 @@ struct Crew<'a> {
     site: Site<'a>,
     access: Access,
     first_tier: Tier,
+    reserves: bool,
     huge_page_bytes: usize,
     /// The whole huge pages of the region; what is behind them stays in base pages, so that it grows no larger.
     whole_bytes: usize,
@@ -269,11 +324,14 @@ struct Crew<'a> {
     fallback: Mutex<Option<Fallback>>,
     /// Pieces in a row for which there was no huge page.
     refusals: AtomicU32,
+    /// Leaving huge pages for being slow is allowed.
+    may_fall: bool,
     // What huge pages took, in all threads, and when to look at their rate next.
     huge_done_bytes: AtomicU64,
     huge_nanos: AtomicU64,
-    huge_cpu_nanos: AtomicU64,
     next_look_nanos: AtomicU64,
+    /// The rate of the fastest call since the last look: that one was disturbed least.
+    best_huge_rate: AtomicU64,
     /// [`huge::memory_stalls`] at the last look; `UNKNOWN` before it.
     stalls: AtomicU64,
 }
@@ -300,6 +358,8 @@ impl<'a> Crew<'a> {
             site,
             access,
             first_tier: ladder.tier,
+            reserves: ladder.reserves,
+            may_fall: ladder.may_fall,
             huge_page_bytes,
             whole_bytes: total - total % huge_page_bytes,
             threads: AtomicUsize::new(1),
@@ -312,8 +372,8 @@ impl<'a> Crew<'a> {
             refusals: AtomicU32::new(0),
             huge_done_bytes: AtomicU64::new(0),
             huge_nanos: AtomicU64::new(0),
-            huge_cpu_nanos: AtomicU64::new(0),
             next_look_nanos: AtomicU64::new(nanos(FIRST_LOOK)),
+            best_huge_rate: AtomicU64::new(0),
             stalls: AtomicU64::new(UNKNOWN),
         }
     }
@@ -321,9 +381,7 @@ impl<'a> Crew<'a> {
     /// Does all of the work, and says how many threads did it.
     fn work(&self, threads: usize, waiter: &mut Waiter<'_, '_>) -> Result<usize> {
         let total = self.site.mapping.len_bytes();
-        if self.first_tier == Tier::Mount {
-            self.ask_the_mount();
-        }
+        self.advise();
         let mut helpers = Helpers::new(self);
         helpers.start(threads - 1);
         let threads = 1 + helpers.len();
@@ -396,17 +454,24 @@ impl<'a> Crew<'a> {
         *self.fallback.lock().unwrap_or_else(PoisonError::into_inner) = Some(why);
     }
 
-    fn ask_the_mount(&self) {
-        let mapping = self.site.mapping;
-        match mapping.want_huge_pages(0..self.whole_bytes, true) {
-            // With `huge=always` the kernel would put a huge page behind the tail, beyond the end of the file.
-            Ok(()) if self.whole_bytes < mapping.len_bytes() => {
-                let _ = mapping.want_huge_pages(self.whole_bytes..mapping.len_bytes(), false);
-            }
-            Ok(()) => {}
-            Err(error) => self.fall(Fallback::Refused {
-                errno: error.raw_os_error().unwrap_or(0),
-            }),
+    /// Tells the kernel where it may put huge pages of the mount.
+    fn advise(&self) {
+        let (mapping, total) = (self.site.mapping, self.site.mapping.len_bytes());
+        let base_pages_from = match self.first_tier {
+            Tier::Mount => match mapping.want_huge_pages(0..self.whole_bytes, true) {
+                Ok(()) => self.whole_bytes,
+                Err(error) => {
+                    self.fall(Fallback::Refused {
+                        errno: error.raw_os_error().unwrap_or(0),
+                    });
+                    0
+                }
+            },
+            Tier::Base if !self.reserves => 0,
+            Tier::None | Tier::Base | Tier::Collapse => total,
+        };
+        if base_pages_from < total {
+            let _ = mapping.want_huge_pages(base_pages_from..total, false);
         }
     }
 
@@ -421,7 +486,9 @@ impl<'a> Crew<'a> {
         match self.tier() {
             Tier::None => self.populate(piece, go_on),
             Tier::Base => {
-                self.reserve(piece.clone(), go_on)?;
+                if self.reserves {
+                    self.reserve(piece.clone(), go_on)?;
+                }
                 self.populate(piece, go_on)
             }
             Tier::Collapse => {
@@ -430,7 +497,7 @@ impl<'a> Crew<'a> {
             }
             // Not reserved first: with `huge=advise` that would fill it with base pages.
             Tier::Mount => {
-                let (began, len) = (Stopwatch::start(), piece.len());
+                let (began, len) = (Instant::now(), piece.len());
                 self.populate(piece, go_on)?;
                 self.look_at_the_rate(len, began.elapsed(), hand);
                 Ok(())
@@ -449,7 +516,7 @@ impl<'a> Crew<'a> {
             go_on()?;
             reached(Step::Collapse);
             let end = whole_end.min(at + hand.stride * self.huge_page_bytes);
-            let began = Stopwatch::start();
+            let began = Instant::now();
             match self.site.mapping.collapse(at..end) {
                 Ok(()) => {
                     self.refusals.store(0, Relaxed);
@@ -474,10 +541,11 @@ impl<'a> Crew<'a> {
         }
     }
 
-    fn look_at_the_rate(&self, bytes: usize, took: Took, hand: &mut Hand) {
-        self.huge_cpu_nanos.fetch_add(took.cpu_nanos, Relaxed);
-        let took = took.nanos;
-        hand.stride = if rate(bytes as u64, took) < SLOW_RATE {
+    fn look_at_the_rate(&self, bytes: usize, took: Duration, hand: &mut Hand) {
+        let took = nanos(took);
+        let now = rate(bytes as u64, took);
+        self.best_huge_rate.fetch_max(now, Relaxed);
+        hand.stride = if now < SLOW_RATE {
             1
         } else {
             (hand.stride * 2).min(PIECE_BYTES.div_ceil(self.huge_page_bytes))
@@ -485,7 +553,8 @@ impl<'a> Crew<'a> {
         let done = self.huge_done_bytes.fetch_add(bytes as u64, Relaxed) + bytes as u64;
         let spent = self.huge_nanos.fetch_add(took, Relaxed) + took;
         let look = self.next_look_nanos.load(Relaxed);
-        if spent >= look
+        if self.may_fall
+            && spent >= look
             && rate(done, spent) < SLOW_RATE
             && self
                 .next_look_nanos
@@ -506,17 +575,17 @@ impl<'a> Crew<'a> {
         if self.tier() == Tier::Mount {
             let _ = self.site.mapping.want_huge_pages(extent.clone(), false);
         }
-        let (began, bytes) = (Stopwatch::start(), extent.len() as u64);
-        self.reserve(extent.clone(), go_on)?;
+        let (began, bytes) = (Instant::now(), extent.len() as u64);
+        if self.reserves {
+            self.reserve(extent.clone(), go_on)?;
+        }
         self.populate(extent, go_on)?;
-        let (base, huge_bytes) = (began.elapsed(), self.huge_done_bytes.load(Relaxed));
-        let (base_rate, huge_rate, bar) = if stalled.0 {
-            let huge_rate = rate(huge_bytes, self.huge_nanos.load(Relaxed));
-            (rate(bytes, base.nanos), huge_rate, huge_rate + huge_rate / 2)
+        let base_rate = rate(bytes, nanos(began.elapsed()));
+        let huge_rate = self.best_huge_rate.swap(0, Relaxed);
+        let bar = if stalled.0 {
+            huge_rate + huge_rate / 2
         } else {
-            // Time in which another process had the core says nothing of pages.
-            let huge_rate = rate(huge_bytes, self.huge_cpu_nanos.load(Relaxed));
-            (rate(bytes, base.cpu_nanos), huge_rate, 4 * huge_rate)
+            COLD_FACTOR * huge_rate
         };
         if base_rate > bar {
             self.fall(Fallback::Slow {
@@ -613,40 +682,6 @@ impl<'a> Crew<'a> {
             threads,
             elapsed,
             fallback: *self.fallback.lock().unwrap_or_else(PoisonError::into_inner),
-        }
-    }
-}
-
-/// Time that something took: by the clock, and of this thread on a core.
-#[derive(Debug, Clone, Copy)]
-struct Took {
-    nanos: u64,
-    cpu_nanos: u64,
-}
-
-struct Stopwatch {
-    began: Instant,
-    cpu: Duration,
-}
-
-impl Stopwatch {
-    fn start() -> Self {
-        Self {
-            began: Instant::now(),
-            cpu: Self::cpu(),
-        }
-    }
-
-    fn cpu() -> Duration {
-        ClockId::CLOCK_THREAD_CPUTIME_ID
-            .now()
-            .map_or(Duration::ZERO, Duration::from)
-    }
-
-    fn elapsed(&self) -> Took {
-        Took {
-            nanos: nanos(self.began.elapsed()),
-            cpu_nanos: nanos(Self::cpu().saturating_sub(self.cpu)),
         }
     }
 }
@@ -851,19 +886,18 @@ mod tests {
             tier: Tier::Collapse,
             huge_page_bytes: Some(2 << 20),
             fallback: None,
+            reserves: true,
+            may_fall: true,
         };
         let crew = Crew::new(place.site(), Access::Write, ladder);
         let mut hand = Hand {
             stride: 4,
             compares: None,
         };
-        let took = |seconds: u64| Took {
-            nanos: seconds * 1_000_000_000,
-            cpu_nanos: seconds * 1_000_000_000,
-        };
-        crew.look_at_the_rate(2 << 30, took(1), &mut hand);
+        crew.look_at_the_rate(2 << 30, Duration::from_secs(1), &mut hand);
         assert_eq!((hand.stride, hand.compares), (8, None));
-        crew.look_at_the_rate(2 << 20, took(60), &mut hand);
+        crew.best_huge_rate.store(0, Relaxed);
+        crew.look_at_the_rate(2 << 20, Duration::from_secs(60), &mut hand);
         assert_eq!((hand.stride, hand.compares.is_some()), (1, true));
         crew.prepare(0..2 << 20, &mut hand, &mut || Ok(())).unwrap();
         assert_eq!(crew.tier(), Tier::Base);
@@ -877,6 +911,8 @@ mod tests {
             tier: Tier::Collapse,
             huge_page_bytes: Some(2 << 20),
             fallback: None,
+            reserves: true,
+            may_fall: true,
         };
         let crew = Crew::new(place.site(), Access::Write, ladder);
         let refusal = |errno: Errno| io::Error::from_raw_os_error(errno as i32);
@@ -893,7 +929,7 @@ mod tests {
         #[test]
         fn pieces_tile_the_whole(total in 1usize..(200 << 20), threads in 1usize..6) {
             let place = Place::new(total);
-            let ladder = Ladder { tier: Tier::Collapse, huge_page_bytes: Some(2 << 20), fallback: None };
+            let ladder = Ladder { tier: Tier::Collapse, huge_page_bytes: Some(2 << 20), fallback: None, reserves: true, may_fall: true };
             let crew = Crew::new(place.site(), Access::Write, ladder);
             crew.threads.store(threads, Relaxed);
             let mut end = 0;
