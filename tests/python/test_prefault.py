@@ -88,9 +88,7 @@ def test_every_mount_and_wish(small_shm: Any, engine_id: str, option: str, wish:
 @pytest.mark.parametrize("option", ["huge=never", "huge=advise", "huge=within_size", "huge=always"])
 @pytest.mark.parametrize("populate", ["create", "never"])
 @pytest.mark.parametrize("size", [100, HUGE_PAGE - 1, HUGE_PAGE + 1])
-def test_no_mount_makes_a_region_larger(
-    small_shm: Any, engine_id: str, option: str, populate: str, size: int
-) -> None:
+def test_no_mount_makes_a_region_larger(small_shm: Any, engine_id: str, option: str, populate: str, size: int) -> None:
     child = small_shm(f"size=64m,{option}").spawn()
     child.run("r = Region(id, 1, size, populate=populate)", id=engine_id, size=size, populate=populate)
     assert child.run(ALLOCATED) == rounded(size)
@@ -166,7 +164,10 @@ def test_progress_grows_to_the_whole(spawn: Any, engine_id: str, size: int) -> N
     assert done == sorted(done) and done[-1] == size
     # A reservation alone is progress too.
     child.run("r.cleanup()")
-    assert child.run(code.replace("1, size,", "1, size, populate='never',"), id=engine_id, size=size)[-1] == (size, size)
+    assert child.run(code.replace("1, size,", "1, size, populate='never',"), id=engine_id, size=size)[-1] == (
+        size,
+        size,
+    )
     child.run("r.cleanup()")
 
 
@@ -280,7 +281,14 @@ def test_a_joiner_comes_in_at_publication_and_waits_for_the_backing(spawn: Any, 
 
 @pytest.mark.parametrize(
     "use",
-    ["r.blocks", "memoryview(r)", "r._mmap_obj", "r._blocks_ptr", "r.wait_until_ready()", "__import__('numpy').asarray(r)"],
+    [
+        "r.blocks",
+        "memoryview(r)",
+        "r._mmap_obj",
+        "r._blocks_ptr",
+        "r.wait_until_ready()",
+        "__import__('numpy').asarray(r)",
+    ],
 )
 def test_every_use_of_the_bytes_waits_up_to_the_timeout(spawn: Any, engine_id: str, use: str) -> None:
     creator = creator_at_work(spawn, engine_id)

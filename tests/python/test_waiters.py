@@ -32,13 +32,18 @@ def begin_preparing(shm: Any, engine_id: str) -> Any:
 
 @pytest.mark.case("CR-04", "AT-01")
 def test_a_living_but_stopped_creator_is_waited_for(large_shm: Any, engine_id: str) -> None:
-    """Slow is not dead: nobody takes its file, and the wait ends with its own error."""
+    """Slow is not dead: nobody takes its file, and the wait ends with its own error, in the constructor of a joiner
+    that maps ahead and at the first use of the bytes in any other."""
     creator = begin_preparing(large_shm, engine_id)
-    error = error_of(large_shm.spawn(), "Region(id, 512, 1 << 20, timeout=0.2)", id=engine_id)
-    assert "RegionTimeoutError" in error.classes
-    assert str(path_of(engine_id)) in error.text and "0.2" in error.text
+    for wait in (
+        "Region(id, 512, 1 << 20, timeout=0.2, populate='join')",
+        "memoryview(Region(id, 512, 1 << 20, timeout=0.2))",
+    ):
+        error = error_of(large_shm.spawn(), wait, id=engine_id)
+        assert "RegionTimeoutError" in error.classes
+        assert str(path_of(engine_id)) in error.text and "0.2" in error.text
     waiter = large_shm.spawn()
-    waiter.start(LARGE, id=engine_id)
+    waiter.start("r = Region(id, 512, 1 << 20); r.wait_until_ready(); r.is_creator", id=engine_id)
     assert not waiter.answered(0.1)
     creator.signal(signal.SIGCONT)
     assert creator.result() is True
@@ -49,21 +54,29 @@ def test_a_living_but_stopped_creator_is_waited_for(large_shm: Any, engine_id: s
 
 @pytest.mark.case("CA-02")
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGINT])
-def test_waiters_of_a_creator_that_dies_or_gives_up(large_shm: Any, engine_id: str, end: int) -> None:
-    """G6: well under the limit one of them is creator, with zero bytes, and the other joins it."""
+@pytest.mark.parametrize("populate", ["create", "join"])
+def test_waiters_of_a_creator_that_dies_or_gives_up(large_shm: Any, engine_id: str, end: int, populate: str) -> None:
+    """G6: well under the limit they share a region of zero bytes, all of them backed. Who waited outside, to map
+    ahead, makes it anew; who was in already finishes what the creator began."""
     free = large_shm.free_bytes()
     creator = begin_preparing(large_shm, engine_id)
     waiters = [large_shm.spawn(), large_shm.spawn()]
+    code = """
+r = Region(id, 512, 1 << 20, populate=populate)
+r.wait_until_ready()
+r.is_creator, os.fstat(r._fd).st_ino, os.fstat(r._fd).st_blocks * 512
+"""
     for waiter in waiters:
-        waiter.start("r = Region(id, 512, 1 << 20); r.is_creator, os.fstat(r._fd).st_ino", id=engine_id)
+        waiter.start(code, id=engine_id, populate=populate)
     assert not any(waiter.answered(0.1) for waiter in waiters)
     creator.signal(end)
     creator.signal(signal.SIGCONT)
     with pytest.raises((ChildError, ChildDied)):
         creator.result()
     answers = [waiter.result(LEARNED) for waiter in waiters]
-    assert sorted(is_creator for is_creator, _ in answers) == [False, True]
-    assert len({inode for _, inode in answers}) == 1
+    assert sorted(is_creator for is_creator, _, _ in answers) == [False, populate == "join"]
+    assert len({inode for _, inode, _ in answers}) == 1
+    assert {backed for _, _, backed in answers} == {512 * MIB}
     assert waiters[0].run("memoryview(r)[511, (1 << 20) - 1]") == 0
     for waiter in waiters:
         waiter.run("r.cleanup()")

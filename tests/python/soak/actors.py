@@ -259,7 +259,16 @@ class Actor:
     def _construct(self, place: plan.Place, shape: plan.Shape, options: dict[str, Any]) -> Any:
         if self.orders.is_original:
             return oracle.ECSharedRegion(place.engine_id, shape.num_blocks, shape.block_size_bytes)
-        return Region(place.engine_id, shape.num_blocks, shape.block_size_bytes, **options)
+        region = Region(place.engine_id, shape.num_blocks, shape.block_size_bytes, **options)
+        # Part of the opening: a joiner comes in while the creator prepares, and may be the one who must finish it.
+        before = time.monotonic()
+        try:
+            region.wait_until_ready()
+        except BaseException:
+            region.cleanup()
+            raise
+        region.waited_seconds += time.monotonic() - before
+        return region
 
     def own_slot(self, hold: Hold) -> plan.Words:
         assert hold.words is not None
