@@ -14,7 +14,14 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "field-cases.md"
 PYTHON_TESTS = Path(__file__).parent
-OTHER_DOCUMENTS = ["docs/operations.md", "docs/protocol.md", "docs/pinning.md", "SECURITY.md", "README.md"]
+OTHER_DOCUMENTS = [
+    "docs/operations.md",
+    "docs/performance.md",
+    "docs/protocol.md",
+    "docs/pinning.md",
+    "SECURITY.md",
+    "README.md",
+]
 
 ID = re.compile(r"\b(?:CR|ST|CA|PO|AT|LI|FO|PI|PE|NU|OB|PK|MN)-\d{2}\b")
 TEST = re.compile(r"`([\w./]+\.(?:py|rs)::\w+)`")

@@ -337,3 +337,48 @@ def test_a_real_gpu_sees_pinned_blocks(open_region: Any, engine_id: str) -> None
     assert int(region.blocks[3].to("cuda", non_blocking=True).sum().item()) == 0
     region.cleanup()
     assert torch.empty(1, device="cuda").numel() == 1, "no pending error hits an innocent call"
+
+
+@pytest.mark.case("PI-29")
+def test_cleanup_waits_for_the_devices_where_it_is_asked_to(
+    runtime: FakeRuntime, region: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Before it unregisters, for the devices that this process uses, and never as the first to initialise CUDA."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda device: device != 1, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: runtime.calls.append(("synchronize", device)))
+    region.pin_memory()
+    region.cleanup(synchronize=True)
+    assert [call[0] for call in runtime.calls] == ["register", "synchronize", "synchronize", "unregister"]
+    assert runtime.of("synchronize") == [("synchronize", 0), ("synchronize", 2)]
+    assert not warnings_of(caplog)
+
+
+@pytest.mark.case("PI-29")
+def test_a_device_that_cannot_be_waited_for_is_a_warning(
+    runtime: FakeRuntime, region: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    def fail(device: int) -> None:
+        raise RuntimeError("an earlier kernel failed")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda device: True, raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    region.pin_memory()
+    region.cleanup(synchronize=True)
+    assert runtime.of("unregister")
+    assert any("an earlier kernel failed" in text for text in warnings_of(caplog))
+
+
+@pytest.mark.parametrize("is_initialized", [True, False])
+def test_a_region_that_is_not_pinned_waits_for_nobody(
+    runtime: FakeRuntime, region: Any, monkeypatch: pytest.MonkeyPatch, is_initialized: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: runtime.calls.append(("synchronize", device)))
+    if not is_initialized:
+        region.pin_memory()
+    region.cleanup(synchronize=True)
+    assert not runtime.of("synchronize")

@@ -53,6 +53,7 @@ def gives_no_huge_pages(child: Any) -> bool:
 
 
 @needs_huge_pages
+@pytest.mark.case("NU-08")
 @pytest.mark.parametrize("option", ["", "huge=never", "huge=advise", "huge=within_size", "huge=always"])
 @pytest.mark.parametrize("wish", ["auto", "require", "off"])
 def test_every_mount_and_wish(small_shm: Any, engine_id: str, option: str, wish: str) -> None:
@@ -85,6 +86,7 @@ def test_every_mount_and_wish(small_shm: Any, engine_id: str, option: str, wish:
 
 
 @needs_huge_pages
+@pytest.mark.case("NU-08")
 @pytest.mark.parametrize("option", ["huge=never", "huge=advise", "huge=within_size", "huge=always"])
 @pytest.mark.parametrize("populate", ["create", "never"])
 @pytest.mark.parametrize("size", [100, HUGE_PAGE - 1, HUGE_PAGE + 1])
@@ -367,7 +369,6 @@ caught
     creator.run("go.set(); thread.join(); r.cleanup()")
 
 
-@pytest.mark.case("SI-01")
 def test_ctrl_c_ends_a_wait_for_the_backing(spawn: Any, engine_id: str) -> None:
     creator = creator_at_work(spawn, engine_id)
     joiner = spawn()
