@@ -326,7 +326,7 @@ impl<'s> Opening<'s> {
         let total = self.spec.geometry.total_bytes();
         // Said before a byte is charged: afterwards there may be nobody left to say it.
         if let Some(warning) = reserve::control_group_warning(total, &self.path) {
-            waiter.warn(&warning);
+            waiter.warn(&warning)?;
         }
         reached(Step::Map);
         let mapping = self.map(file, self.extent(file)?)?;
@@ -359,8 +359,7 @@ impl<'s> Opening<'s> {
             // What a sandbox refuses is no reason to go without a region.
             Numa::Default | Numa::Interleave | Numa::Node(_) => {
                 let path = self.path.clone();
-                waiter.warn(&Warning::Numa { path, errno });
-                Ok(())
+                waiter.warn(&Warning::Numa { path, errno })
             }
         }
     }
@@ -457,12 +456,10 @@ fn set_aside(
 ) -> Result<()> {
     reserve::reserve(file, 0..total_bytes, &mut |done_bytes| {
         waiter.checkpoint().map_err(Fault::Stop)?;
-        waiter.progress(done_bytes, total_bytes);
-        Ok(())
+        waiter.progress(done_bytes, total_bytes).map_err(Fault::Stop)
     })
     .map_err(|fault| fault.into_error(total_bytes, directory, path))?;
-    waiter.progress(total_bytes, total_bytes);
-    Ok(())
+    waiter.progress(total_bytes, total_bytes)
 }
 
 /// Could this lack of space end by itself, when files that are being removed are gone?

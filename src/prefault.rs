@@ -197,8 +197,7 @@ pub(crate) fn set_aside(site: Site<'_>, waiter: &mut Waiter<'_, '_>) -> Result<P
     let whole_bytes = total - tail_bytes;
     let placed = reserve(site.file, 0..whole_bytes, &mut |done_bytes| {
         waiter.checkpoint().map_err(Fault::Stop)?;
-        waiter.progress(done_bytes, total);
-        Ok(())
+        waiter.progress(done_bytes, total).map_err(Fault::Stop)
     })
     .and_then(|()| {
         if tail_bytes == 0 {
@@ -209,7 +208,7 @@ pub(crate) fn set_aside(site: Site<'_>, waiter: &mut Waiter<'_, '_>) -> Result<P
         crew.populate(whole_bytes..total, &mut || waiter.checkpoint().map_err(Fault::Stop))
     });
     placed.map_err(|fault| fault.into_error(total, site.directory, site.path))?;
-    waiter.progress(total, total);
+    waiter.progress(total, total)?;
     Ok(PrefaultReport::reserved(began.elapsed()))
 }
 
@@ -387,7 +386,9 @@ impl<'a> Crew<'a> {
         let threads = 1 + helpers.len();
         let mut outcome = self.run(&mut || {
             waiter.checkpoint().map_err(Fault::Stop)?;
-            waiter.progress(self.done_bytes.load(Relaxed), total);
+            waiter
+                .progress(self.done_bytes.load(Relaxed), total)
+                .map_err(Fault::Stop)?;
             self.go_on()
         });
         if outcome.is_err() {
@@ -401,7 +402,7 @@ impl<'a> Crew<'a> {
         }
         let site = self.site;
         outcome.map_err(|fault| fault.into_error(total, site.directory, site.path))?;
-        waiter.progress(total, total);
+        waiter.progress(total, total)?;
         Ok(threads)
     }
 

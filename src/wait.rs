@@ -76,25 +76,37 @@ impl<'a, 'c> Waiter<'a, 'c> {
     }
 
     /// # Errors
-    /// [`Error::Interrupted`] if the caller wants to stop.
+    /// [`Error::Interrupted`] if the caller wants to stop, [`Error::Forked`].
     pub fn checkpoint(&mut self) -> Result<()> {
         let answer = self.host.checkpoint();
-        // A handler that ran there may have forked, and this be the child: what is under construction is the parent's.
-        if !self.process.is_current() {
-            return Err(Error::Forked);
-        }
+        self.must_be_the_same_process()?;
         match answer {
             ControlFlow::Continue(()) => Ok(()),
             ControlFlow::Break(()) => Err(Error::Interrupted),
         }
     }
 
-    pub fn warn(&mut self, warning: &Warning) {
-        self.host.warn(warning);
+    /// Whatever the host runs may have forked, and this be the child: what is under construction is the parent's.
+    fn must_be_the_same_process(&self) -> Result<()> {
+        if self.process.is_current() {
+            Ok(())
+        } else {
+            Err(Error::Forked)
+        }
     }
 
-    pub fn progress(&mut self, done_bytes: usize, total_bytes: usize) {
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn warn(&mut self, warning: &Warning) -> Result<()> {
+        self.host.warn(warning);
+        self.must_be_the_same_process()
+    }
+
+    /// # Errors
+    /// [`Error::Forked`].
+    pub fn progress(&mut self, done_bytes: usize, total_bytes: usize) -> Result<()> {
         self.host.progress(done_bytes, total_bytes);
+        self.must_be_the_same_process()
     }
 
     /// Sleeps for a pause that fits a wait that began at `since`, never past the end of the whole.

@@ -57,8 +57,9 @@ class ECSharedRegion(_core.Region):
 
     :raises ValueError: a value that no region can have, or another geometry lives under this id.
     :raises TypeError: sizes that are no integers, an id that is no string.
-    :raises OSError: no space (``ENOSPC``, ``ENOMEM``), no huge pages where they are required, a file at the path that is not ours
-        (:class:`PermissionError`), a missing or read-only ``/dev/shm``, :class:`TimeoutError`.
+    :raises OSError: no space (``ENOSPC``, ``ENOMEM``), no huge pages where they are required, a file at the
+        path that is not ours (:class:`PermissionError`), a missing or read-only ``/dev/shm``,
+        :class:`TimeoutError`.
 
     All are also :class:`ec_shared_region.RegionError` and say what to do. Whatever is raised, nothing is
     left behind. The object is a context manager and exports its memory without a copy

@@ -397,3 +397,32 @@ time.sleep(0.1)
     assert joiner.run("os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])") == 7
     for each in (joiner, creator):
         each.run("r.cleanup()")
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_callback_that_forks_makes_a_child_that_does_not_wait_for_threads_it_lacks(
+    spawn: Any, engine_id: str, threads: int
+) -> None:
+    creator = spawn()
+    code = """
+import signal
+child = None
+def progress(done, total):
+    global child
+    if child is None:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # a child that hangs dies of it
+try:
+    r = Region(id, 96, 1 << 20, prefault_threads=threads, progress=progress)
+except BaseException as error:
+    if child != 0:
+        raise
+    mapped = id in open("/proc/self/maps").read()
+    os._exit(7 if "forked" in str(error) and not mapped else 8)
+os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+"""
+    assert creator.run(code, id=engine_id, threads=threads) == 7
+    assert creator.run("any(memoryview(r).cast('B'))") is False
+    assert path_of(engine_id).exists()
+    creator.run("r.cleanup()")
