@@ -27,8 +27,10 @@ use crate::spec::{HugePages, Spec};
 use crate::step::{Step, reached};
 use crate::wait::Waiter;
 
-/// About 10 ms of work for one thread: Ctrl-C is noticed between pieces, and threads end together.
+/// About 10 ms of work for one thread: Ctrl-C is noticed between pieces.
 const PIECE_BYTES: usize = 16 << 20;
+/// The last pieces: threads end together.
+const SMALLEST_PIECE_BYTES: usize = 2 << 20;
 /// A thread must have this much to do, or starting it costs more than it brings.
 const BYTES_PER_THREAD: usize = 32 << 20;
 /// More of them wait for each other in the kernel.
@@ -309,6 +311,8 @@ struct Crew<'a> {
     first_tier: Tier,
     reserves: bool,
     huge_page_bytes: usize,
+    /// Pieces are a multiple of it: no huge page is shared by two.
+    grain_bytes: usize,
     /// The whole huge pages of the region; what is behind them stays in base pages, so that it grows no larger.
     whole_bytes: usize,
     threads: AtomicUsize,
@@ -360,6 +364,11 @@ impl<'a> Crew<'a> {
             reserves: ladder.reserves,
             may_fall: ladder.may_fall,
             huge_page_bytes,
+            grain_bytes: if ladder.tier > Tier::Base {
+                huge_page_bytes
+            } else {
+                SMALLEST_PIECE_BYTES
+            },
             whole_bytes: total - total % huge_page_bytes,
             threads: AtomicUsize::new(1),
             next: AtomicUsize::new(0),
@@ -435,8 +444,8 @@ impl<'a> Crew<'a> {
         self.next
             .fetch_update(Relaxed, Relaxed, |start| {
                 let share = (total - start) / (4 * self.threads.load(Relaxed));
-                let len = share.min(PIECE_BYTES).next_multiple_of(self.huge_page_bytes);
-                taken = start..total.min(start + len.max(self.huge_page_bytes));
+                let len = share.clamp(1, PIECE_BYTES).next_multiple_of(self.grain_bytes);
+                taken = start..total.min(start + len);
                 (start < total).then_some(taken.end)
             })
             .ok()
