@@ -3,16 +3,19 @@
 //! The path of the data, from top to bottom: [`spec`] says what is wanted, [`directory`], [`mod@file`] and
 //! `publish` find or make the file, with [`lock`] and [`holders`] for signs of life and [`wait`] for time, [`mapping`] maps it,
 //! [`prefault`] puts pages behind it, [`pin`] registers it with a device ([`cuda`] is the only file that
-//! names cudarc), and [`region`] is the state machine over all of them. [`reap`] removes what the dead
+//! names cudarc), and [`region`] is the state machine over all of them. [`copy`] plans a copy of many blocks,
+//! which `transfer` carries out with the loops of `kernel`. [`reap`] removes what the dead
 //! left. The `python` module is the only one that names pyo3.
 
 pub mod cgroup;
 pub mod check;
+pub mod copy;
 pub mod directory;
 pub mod error;
 pub mod file;
 pub mod fork;
 pub mod holders;
+mod kernel;
 #[cfg(feature = "cuda")]
 pub mod locate;
 pub mod lock;
@@ -26,6 +29,7 @@ pub mod region;
 mod retry;
 pub mod spec;
 pub mod step;
+mod transfer;
 pub mod wait;
 
 #[cfg(feature = "cuda")]
@@ -33,6 +37,7 @@ pub mod cuda;
 #[cfg(feature = "python")]
 mod python;
 
+pub use copy::Ids;
 pub use error::{Error, Result};
 pub use region::{DEV_SHM, OpenReport, Region, Role};
 pub use spec::{EngineId, Geometry, Mode, Populate, Spec};

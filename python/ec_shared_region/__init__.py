@@ -12,6 +12,7 @@ from .check import CheckResult, Identity
 from .errors import (
     AccessDeniedError,
     ArgumentTypeError,
+    BlockIndexError,
     DirectoryMissingError,
     ForeignFileError,
     GeometryMismatchError,
@@ -32,6 +33,7 @@ from .region import ECSharedRegion, logger
 __all__ = [
     "AccessDeniedError",
     "ArgumentTypeError",
+    "BlockIndexError",
     "CheckResult",
     "DirectoryMissingError",
     "ECSharedRegion",
