@@ -1,15 +1,20 @@
 //! A planned copy carried out: in pieces with a checkpoint between them, each by one thread or two.
 //!
-//! No thread outlives its piece, and none is there while a checkpoint runs, since a signal handler may fork: a pool of
-//! threads would be missing in the child, and so would half of a copy that waits for one.
+//! The second thread is no pool's: it would be missing in a forked child. It is started for a piece, takes chunks from
+//! the same counter as the caller, and is waited for only while it is in a chunk. Where no core is free for it, the caller has taken
+//! every chunk before it comes, and it ends without having touched anything.
 
 #![allow(unsafe_code)] // raw pointers: other processes write to the region, other threads to the caller's bytes
 
-use std::num::NonZero;
 use std::ops::Range;
+use std::ptr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
+use nix::sched::{CpuSet, sched_getaffinity};
 use nix::sys::signal::{SigSet, SigmaskHow};
+use nix::unistd::Pid;
 
 use crate::copy::{Direction, Ids, Plan};
 use crate::error::{Error, Result};
@@ -27,9 +32,11 @@ const STREAMED_SCATTER_BYTES: usize = 256 << 10;
 /// cached and 6.2 streamed for 8 MiB, 6.6 and 6.4 for 32 MiB, 6.2 and 6.5 for 64 MiB.
 const STREAMED_GATHER_BYTES: usize = 64 << 20;
 /// A piece from here on is shared with a second thread.
-const SECOND_THREAD_BYTES: usize = 16 << 20;
-/// Where two threads part: no line is written by both.
-const CUT_BYTES: usize = 4096;
+const SECOND_THREAD_BYTES: usize = 2 << 20;
+/// What a thread takes at a time: some 30 us of work.
+const CHUNK_BYTES: usize = 256 << 10;
+/// Looks at the other thread's chunk before the core is given away.
+const SPINS: u32 = 1_000;
 
 impl Region {
     /// Copies `src` into the blocks, in the order of their ids; of the last one only as much as `src` has.
@@ -113,7 +120,7 @@ pub(crate) unsafe fn run(
     let job = Job {
         region: mapping.as_ptr(),
         packed,
-        plan,
+        plan: ptr::from_ref(plan),
         stores: match plan.direction() {
             Direction::Scatter if plan.len_bytes() >= STREAMED_SCATTER_BYTES => Stores::Streamed,
             Direction::Gather if plan.len_bytes() >= STREAMED_GATHER_BYTES => Stores::Streamed,
@@ -141,43 +148,50 @@ fn shared(mapping: &Mapping, packed: Packed) -> Option<Range<usize>> {
     (!range.is_empty()).then(|| range.start - region..range.end - region)
 }
 
-struct Job<'p> {
+/// What a copy is made of. The plan is a pointer because the second thread may come too late to find it.
+#[derive(Clone, Copy)]
+struct Job {
     region: *mut u8,
     packed: Packed,
-    plan: &'p Plan,
+    plan: *const Plan,
     stores: Stores,
 }
 
 // SAFETY: addresses; `Job::copy` says who may use what is behind them.
-unsafe impl Sync for Job<'_> {}
+unsafe impl Send for Job {}
+// SAFETY: as above.
+unsafe impl Sync for Job {}
 
-impl Job<'_> {
+impl Job {
+    /// Copies a range of the caller's bytes, with a second thread where that pays.
+    ///
     /// # Safety
-    /// `region` holds the plan's geometry and `packed` its bytes, both are accessible, and no run lies on `packed`.
+    /// `region` holds the plan's geometry and `packed` its bytes, all are accessible, and no run lies on `packed`.
     unsafe fn copy(&self, piece: Range<usize>) {
-        // SAFETY: as the caller promises.
-        let alone = |range: Range<usize>| unsafe { self.copy_alone(range) };
-        let cut = (piece.start + piece.len() / 2).next_multiple_of(CUT_BYTES);
-        if piece.len() < SECOND_THREAD_BYTES || cores() < 2 {
-            return alone(piece);
+        if piece.len() < SECOND_THREAD_BYTES || !has_second_core() {
+            // SAFETY: as the caller promises.
+            return unsafe { self.copy_alone(piece) };
         }
-        thread::scope(|scope| {
-            let builder = thread::Builder::new().name(String::from("ec-copy"));
-            let helper = without_signals(|| builder.spawn_scoped(scope, || alone(cut..piece.end)));
-            alone(piece.start..cut);
-            if helper.is_err() {
-                alone(cut..piece.end); // no more threads to be had
-            }
-        });
+        let chunks = Arc::new(Chunks::new(piece));
+        let (theirs, job) = (Arc::clone(&chunks), *self);
+        // SAFETY: the thread uses the job only within a chunk that it took, and the end of `finish` is the end of every chunk.
+        let help = move || unsafe { theirs.work(&job) };
+        // Where there are no more threads to be had, the chunks are all for this one.
+        let _ = without_signals(|| thread::Builder::new().name(String::from("ec-copy")).spawn(help));
+        // SAFETY: as the caller promises.
+        unsafe { chunks.work(self) };
+        chunks.finish();
     }
 
     /// # Safety
     /// As [`Job::copy`].
     unsafe fn copy_alone(&self, range: Range<usize>) {
-        let spans = self.plan.within(range).map(|run| {
+        // SAFETY: the caller has the plan.
+        let plan = unsafe { &*self.plan };
+        let spans = plan.within(range).map(|run| {
             let block = self.region.wrapping_add(run.region_offset);
             let packed = self.packed.start.wrapping_add(run.packed_offset);
-            let (to, from) = match self.plan.direction() {
+            let (to, from) = match plan.direction() {
                 Direction::Scatter => (block, packed),
                 Direction::Gather => (packed, block),
             };
@@ -192,9 +206,68 @@ impl Job<'_> {
     }
 }
 
-/// Asked each time: an engine may narrow the affinity of a process that runs.
-fn cores() -> usize {
-    thread::available_parallelism().map_or(1, NonZero::get)
+/// A piece as chunks, each of which is taken once.
+struct Chunks {
+    piece: Range<usize>,
+    /// The next one to be taken; beyond `count` there is none.
+    next: AtomicUsize,
+    copied: AtomicUsize,
+    count: usize,
+}
+
+impl Chunks {
+    fn new(piece: Range<usize>) -> Self {
+        Self {
+            count: piece.len().div_ceil(CHUNK_BYTES),
+            next: AtomicUsize::new(0),
+            copied: AtomicUsize::new(0),
+            piece,
+        }
+    }
+
+    fn take(&self) -> Option<Range<usize>> {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        (number < self.count).then(|| {
+            let start = self.piece.start + number * CHUNK_BYTES;
+            start..self.piece.end.min(start + CHUNK_BYTES)
+        })
+    }
+
+    /// Copies chunks until there is none left to take.
+    ///
+    /// # Safety
+    /// As [`Job::copy`], until every chunk is copied.
+    unsafe fn work(&self, job: &Job) {
+        while let Some(chunk) = self.take() {
+            // SAFETY: as the caller promises.
+            unsafe { job.copy_alone(chunk) };
+            self.copied.fetch_add(1, Ordering::Release);
+        }
+    }
+
+    /// Waits for the other thread's last chunk.
+    fn finish(&self) {
+        let mut looks = 0;
+        while self.copied.load(Ordering::Acquire) < self.count {
+            looks += 1;
+            if looks < SPINS {
+                std::hint::spin_loop();
+            } else {
+                thread::yield_now();
+            }
+        }
+    }
+}
+
+/// May this thread's children run beside it? Asked each time, since engines narrow the affinity of running processes.
+fn has_second_core() -> bool {
+    // More processors than the set can name are more than one.
+    sched_getaffinity(Pid::from_raw(0)).map_or(true, |cores| {
+        (0..CpuSet::count())
+            .filter(|&core| cores.is_set(core) == Ok(true))
+            .nth(1)
+            .is_some()
+    })
 }
 
 /// A thread that is started in here gets no signal: the program's own threads expect them.
@@ -212,6 +285,7 @@ mod tests {
     use super::*;
     use crate::spec::Geometry;
     use crate::wait::never_stop;
+    use proptest::prelude::*;
     use std::ops::ControlFlow;
 
     struct World {
@@ -344,6 +418,21 @@ mod tests {
         // From block 0 to block 3, which do not meet.
         copy(3, 0).unwrap();
         assert_eq!(world.block(3), vec![5; 100]);
+    }
+
+    proptest! {
+        #[test]
+        fn chunks_are_taken_once_and_tile_the_piece(start in 0usize..1000, len in 0usize..(3 << 20)) {
+            let chunks = Chunks::new(start..start + len);
+            let mut end = start;
+            while let Some(chunk) = chunks.take() {
+                prop_assert_eq!(chunk.start, end);
+                prop_assert!(!chunk.is_empty() && chunk.len() <= CHUNK_BYTES);
+                end = chunk.end;
+            }
+            prop_assert_eq!(end, start + len);
+            prop_assert!(chunks.take().is_none());
+        }
     }
 
     #[test]

@@ -10,7 +10,7 @@ use std::ptr;
 use pyo3::buffer::PyUntypedBuffer;
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyInt, PyList, PyRange, PyTuple};
+use pyo3::types::{PyBool, PyInt, PyList, PyMemoryView, PyRange, PyTuple};
 
 use super::region::PyRegion;
 use super::{detached, errors, run_detached};
@@ -155,15 +155,44 @@ fn find_ids(py: Python<'_>, ids: &Bound<'_, PyAny>, num_blocks: usize) -> PyResu
         let hint = "ids are a list, a tuple or a range of ints, or a one-dimensional int64 tensor or array";
         errors::argument(py, "ArgumentTypeError", &text, hint)
     };
-    let buffer = PyUntypedBuffer::get(ids).map_err(|_| wrong(format!("invalid ids: {}", type_name(ids))))?;
-    match buffer.as_typed::<i64>() {
-        Ok(_) if buffer.dimensions() != 1 => Err(wrong(format!("invalid ids: {} dimensions", buffer.dimensions()))),
-        Ok(typed) => typed.to_vec(py).map(FoundIds::Listed),
-        Err(_) => Err(wrong(format!(
-            "invalid ids: elements of format `{}`, {} bytes each: wanted aligned int64",
+    let buffer = buffer_of(ids).map_err(|_| wrong(format!("invalid ids: {}", type_name(ids))))?;
+    if buffer.item_size() != ID_BYTES || !is_native_signed(buffer.format().to_bytes()) {
+        return Err(wrong(format!(
+            "invalid ids: elements of format `{}`, {} bytes each: wanted int64",
             buffer.format().to_string_lossy(),
             buffer.item_size()
-        ))),
+        )));
+    }
+    let (&[count], &[stride], None) = (buffer.shape(), buffer.strides(), buffer.suboffsets()) else {
+        return Err(wrong(format!("invalid ids: {} dimensions", buffer.dimensions())));
+    };
+    let start = buffer.buf_ptr().cast::<u8>();
+    let id = |position: usize| {
+        // SAFETY: the exporter says that an element is there until the buffer is released. It may lie anywhere: an empty
+        // `array.array` is not even aligned.
+        unsafe {
+            start
+                .wrapping_offset(stride.wrapping_mul(position as isize))
+                .cast::<i64>()
+                .read_unaligned()
+        }
+    };
+    Ok(FoundIds::Listed((0..count).map(id).collect()))
+}
+
+/// pyo3 wants strides, which some exporters (ctypes) leave out; a memoryview fills them in.
+fn buffer_of(object: &Bound<'_, PyAny>) -> PyResult<PyUntypedBuffer> {
+    PyUntypedBuffer::get(object)
+        .or_else(|_| PyMemoryView::from(object).and_then(|view| PyUntypedBuffer::get(view.as_any())))
+}
+
+/// One signed integer in this machine's order of bytes; its size is another field. pyo3's own answer takes big-endian for native.
+fn is_native_signed(format: &[u8]) -> bool {
+    let native = if cfg!(target_endian = "little") { b'<' } else { b'>' };
+    match *format {
+        [code] => b"lqn".contains(&code),
+        [order, code] => [b'@', b'=', native].contains(&order) && b"lqn".contains(&code),
+        _ => false,
     }
 }
 
@@ -250,7 +279,7 @@ impl Memory {
             }
             return Ok(Self::Span { address, len_bytes });
         }
-        let buffer = PyUntypedBuffer::get(memory).map_err(|_| {
+        let buffer = buffer_of(memory).map_err(|_| {
             wrong(
                 "ArgumentTypeError",
                 format!("invalid `{what}`: {}", type_name(memory)),
