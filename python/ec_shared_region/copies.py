@@ -14,7 +14,7 @@ from . import _core, errors
 
 if TYPE_CHECKING:
     import torch
-    from typing_extensions import Buffer
+    from typing_extensions import Buffer, TypeIs
 
     BlockIds: TypeAlias = list[int] | tuple[int, ...] | range | torch.Tensor | Buffer
     Memory: TypeAlias = torch.Tensor | Buffer
@@ -64,7 +64,7 @@ def _copy(region: _core.Region, plan: _core.CopyPlan, what: str, memory: Any) ->
     _core.copy_blocks(region, plan, memory)
 
 
-def _is_tensor(value: Any) -> Any:
+def _is_tensor(value: object) -> TypeIs[torch.Tensor]:
     # Half of torch is there while another thread imports it.
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     return tensor is not None and isinstance(value, tensor)
