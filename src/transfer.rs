@@ -25,13 +25,15 @@ use crate::wait::{Checkpoint, Waiter};
 
 /// Some 5 to 10 ms of work: Ctrl-C is noticed between pieces.
 const PIECE_BYTES: usize = 64 << 20;
-/// A scatter from here on goes past the cache: 7.1 GiB/s by `memcpy`, 10.7 streamed (rows of 7,168 bytes). A smaller one may be read
-/// by another process at once, and gains less than 20 us.
+/// A scatter from here on goes past the cache. 256 KiB in blocks of 4,096 bytes took 39 us so and 51 us through it; a smaller one
+/// gains less, and another process may read it at once.
 const STREAMED_SCATTER_BYTES: usize = 256 << 10;
-/// A gather from here on. Its bytes will be used at once, so they belong into the cache as long as they fit: 6.9 GiB/s
-/// cached and 6.2 streamed for 8 MiB, 6.6 and 6.4 for 32 MiB, 6.2 and 6.5 for 64 MiB.
-const STREAMED_GATHER_BYTES: usize = 64 << 20;
-/// A piece from here on is shared with a second thread.
+/// A gather from here on. What it brings is used at once, so that a smaller one belongs into the cache: 256 KiB in blocks of 4,096 bytes
+/// took 58 us through it and 81 us past it, 1 MiB 211 and 217, 4 MiB in blocks of 64 KiB 630 and 514.
+const STREAMED_GATHER_BYTES: usize = 4 << 20;
+/// A piece from here on is shared with a second thread. Starting it costs some 10 us, also where no core is free. 1 MiB in blocks
+/// of 4,096 bytes took 140 us to scatter with one thread and 159 us with two, 2 MiB 288 and 265, 4 MiB 572 and 417; to gather 211 and 226,
+/// 443 and 359, 875 and 624.
 const SECOND_THREAD_BYTES: usize = 2 << 20;
 /// What a thread takes at a time: some 30 us of work.
 const CHUNK_BYTES: usize = 256 << 10;
