@@ -281,7 +281,8 @@ class ECSharedRegion(_core.Region):
         """Copies the blocks ``ids`` one behind the other into ``out``; the other way of :meth:`scatter_blocks`.
 
         :param ids: as for a scatter, and an id may repeat.
-        :param out: what takes the bytes, like ``src`` of a scatter, but writable. Default: a new tensor.
+        :param out: what takes the bytes, like ``src`` of a scatter, but writable. Default: a new tensor; for large
+            batches that takes longer than the copy, since the system has to find new memory, so keep one.
         :param nbytes: bytes that ``out`` takes, where they end within the last block.
         :return: ``out``; without one a ``torch.int8`` tensor of shape ``(len(ids), block_size_bytes)``, or
             ``(nbytes,)`` where ``nbytes`` is given.

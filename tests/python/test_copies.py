@@ -623,3 +623,30 @@ raised, len(os.listdir("/proc/self/task"))
     assert raised == "KeyboardInterrupt"
     assert threads <= 2  # the interrupting one may still be ending
     child.run("r.gather_blocks(ids, out); r.cleanup()")
+
+
+def test_a_signal_handler_that_forks_during_a_copy(spawn: Any, engine_id: str) -> None:
+    """The child comes back into the middle of its parent's copy, without the second thread, and ends it."""
+    child = spawn(imports=("signal",))
+    outcomes = child.run(
+        """
+r = Region(id, 40, 1 << 20)
+for number in range(40):
+    r.scatter_blocks([number], bytes([number]) * (1 << 20))
+ids, out = list(range(40)) * 10, bytearray(400 << 20)
+forked = []
+def handler(number, frame):
+    forked.append(os.fork())
+signal.signal(signal.SIGALRM, handler)
+signal.setitimer(signal.ITIMER_REAL, 0.03)
+while not forked:
+    r.gather_blocks(ids, out)
+is_right = all(out[(at << 20) + 7] == at % 40 for at in range(400)) and out[-1] == 39
+if forked[0] == 0:
+    os._exit(0 if is_right else 1)
+is_right, os.waitstatus_to_exitcode(os.waitpid(forked[0], 0)[1])
+""",
+        id=engine_id,
+    )
+    assert outcomes == (True, 0)
+    child.run("r.cleanup()")
