@@ -4,8 +4,8 @@
 //! finds them in memory and not in the cache. That pays where blocks that nobody has in a cache are overwritten. Blocks lie
 //! apart, so a processor that guesses the next line guesses wrong at each end: the next bytes are asked for ahead of their time.
 //!
-//! Measured on 2 virtual cores of an Intel Xeon (Sapphire Rapids, 4 KiB pages), 1,000 blocks of 7,168 bytes at random in 1 GiB,
-//! medians in GiB/s: scatter `memcpy` 6.9, streamed 11.2 (AVX-512), 9.4 (AVX2), 8.5 (SSE2); gather `memcpy` 6.6, cached
+//! Measured with one thread on an Intel Xeon (Sapphire Rapids, 4 KiB pages), 8 MiB in blocks of 7,168 bytes at random in 1 GiB,
+//! medians in GiB/s: scatter `memcpy` 6.8, streamed 11.2 (AVX-512), 9.4 (AVX2), 8.5 (SSE2); gather `memcpy` 6.6, cached
 //! with AVX-512 and reading ahead 6.9, without 5.9. With 4,096-byte blocks: 6.5, 8.5, 8.6, 7.1; 5.7, 6.9, 5.3.
 
 #![allow(unsafe_code)] // raw memory, and stores that only the processor's intrinsics name
