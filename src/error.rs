@@ -82,7 +82,48 @@ pub enum Error {
         similar: Vec<String>,
     },
 
-    /// The caller's checkpoint asked to stop (Ctrl-C). Everything was undone.
+    /// The region has no block of that id.
+    #[error("block id out of range: {id} at position {position}: the region has {num_blocks} blocks")]
+    BlockOutOfRange {
+        /// As text, since callers have longer integers than 64 bits.
+        id: String,
+        position: usize,
+        num_blocks: usize,
+    },
+
+    /// A scatter names a block twice: which bytes it would hold is nobody's to guess.
+    #[error("duplicate block id: {id} at positions {first} and {second}")]
+    DuplicateBlock { id: i64, first: usize, second: usize },
+
+    /// A number of bytes that does not end in the last block.
+    #[error(
+        "{len_bytes} bytes do not end in the last of {count} blocks of {block_size_bytes} bytes: wanted {} to {} bytes",
+        partial_bytes(*count, *block_size_bytes).start(), partial_bytes(*count, *block_size_bytes).end()
+    )]
+    PartialBytes {
+        len_bytes: usize,
+        count: usize,
+        block_size_bytes: usize,
+    },
+
+    /// The caller's side holds another number of bytes than the copy moves.
+    #[error(
+        "`{what}` holds {held_bytes} bytes: wanted {wanted_bytes} bytes for {count} blocks of {block_size_bytes} bytes"
+    )]
+    BytesMismatch {
+        what: &'static str,
+        held_bytes: usize,
+        wanted_bytes: usize,
+        count: usize,
+        block_size_bytes: usize,
+    },
+
+    /// The caller's side is a view of the very blocks that the copy touches.
+    #[error("`{what}` shares bytes with the blocks that are copied")]
+    Overlap { what: &'static str },
+
+    /// The caller's checkpoint asked to stop (Ctrl-C). Everything was undone, except that a copy of blocks leaves
+    /// those it had written.
     #[error("interrupted")]
     Interrupted,
 
@@ -101,6 +142,13 @@ pub enum Error {
         path: PathBuf,
         source: io::Error,
     },
+}
+
+/// The numbers of bytes that end in the last of `count` blocks.
+fn partial_bytes(count: usize, block_size_bytes: usize) -> std::ops::RangeInclusive<usize> {
+    let whole = count.saturating_mul(block_size_bytes);
+    let least = count.saturating_sub(1).saturating_mul(block_size_bytes) + usize::from(count > 0);
+    least.min(whole)..=whole
 }
 
 /// The shape that a live file was found to have.
@@ -398,6 +446,19 @@ impl Error {
                     hint.push_str(&host.nodename().to_string_lossy());
                 }
                 hint
+            }
+            Self::BlockOutOfRange { num_blocks, .. } => {
+                format!("ids are whole numbers from 0 to {}; none counts from the end", num_blocks.saturating_sub(1))
+            }
+            Self::DuplicateBlock { .. } => "give each block once, with the bytes that it shall hold".into(),
+            Self::PartialBytes { .. } => {
+                "nbytes is what moves in all: every block in full, and of the last one at least a byte".into()
+            }
+            Self::BytesMismatch { what, held_bytes, .. } => {
+                format!("where only a part of the last block is meant, pass nbytes={held_bytes}, the bytes that `{what}` holds")
+            }
+            Self::Overlap { what } => {
+                format!("copy `{what}` first (`.clone()`), or name other blocks: a view of the rest of the region is fine")
             }
             Self::Closed => "open a new region: a closed one does not come back".into(),
             Self::Forked => "open the region in the child by a call of its own".into(),

@@ -3,17 +3,20 @@
 //! The path of the data, from top to bottom: [`spec`] says what is wanted, [`directory`], [`mod@file`] and
 //! `publish` find or make the file, with [`lock`] and [`holders`] for signs of life and [`wait`] for time, [`mapping`] maps it,
 //! [`reserve`], [`numa`], [`huge`] and [`prefault`] put pages behind it, [`pin`] registers it with a device ([`cuda`] is the only file that
-//! names cudarc), and [`region`] is the state machine over all of them. [`reap`] removes what the dead
+//! names cudarc), and [`region`] is the state machine over all of them. [`copy`] plans a copy of many blocks,
+//! which `transfer` carries out with the loops of `kernel`. [`reap`] removes what the dead
 //! left. The `python` module is the only one that names pyo3.
 
 pub mod cgroup;
 pub mod check;
+pub mod copy;
 pub mod directory;
 pub mod error;
 pub mod file;
 pub mod fork;
 pub mod holders;
 pub mod huge;
+mod kernel;
 #[cfg(feature = "cuda")]
 pub mod locate;
 pub mod lock;
@@ -29,6 +32,7 @@ pub mod reserve;
 mod retry;
 pub mod spec;
 pub mod step;
+mod transfer;
 pub mod wait;
 
 #[cfg(feature = "cuda")]
@@ -36,6 +40,7 @@ pub mod cuda;
 #[cfg(feature = "python")]
 mod python;
 
+pub use copy::Ids;
 pub use error::{Error, Result};
 pub use region::{DEV_SHM, OpenReport, Region, Role};
 pub use spec::{EngineId, Geometry, HugePages, Mode, Numa, Populate, Spec};

@@ -157,17 +157,31 @@ impl Region {
                 opening::back(file, wanted_bytes, &self.directory, &self.path, waiter)?;
                 self.is_ready = true;
             } else if waiter.is_over() {
-                return Err(Error::Timeout {
-                    path: self.path.clone(),
-                    waited: waiter.elapsed(),
-                    state: WaitState::BeingPrepared {
-                        wanted_bytes: wanted_bytes as u64,
-                    },
-                    similar: Vec::new(),
-                });
+                return Err(self.not_ready(waiter.elapsed()));
             }
         }
         Ok(self.is_ready)
+    }
+
+    fn not_ready(&self, waited: Duration) -> Error {
+        Error::Timeout {
+            path: self.path.clone(),
+            waited,
+            state: WaitState::BeingPrepared {
+                wanted_bytes: self.geometry.total_bytes() as u64,
+            },
+            similar: Vec::new(),
+        }
+    }
+
+    /// The mapping, where every byte is backed.
+    pub(crate) fn ready_mapping(&self) -> Result<&Arc<Mapping>> {
+        let mapping = self.mapping.as_ref().ok_or(Error::Closed)?;
+        if self.is_ready {
+            Ok(mapping)
+        } else {
+            Err(self.not_ready(Duration::ZERO))
+        }
     }
 
     #[must_use]

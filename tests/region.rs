@@ -407,3 +407,49 @@ fn a_shared_lock_of_an_onlooker_does_not_bring_the_dead_back() {
     drop(lock);
     assert_eq!(shm.open(&spec("a", 8, 64)).role(), Role::Creator);
 }
+
+#[test]
+fn blocks_are_scattered_and_gathered_by_slices() {
+    let shm = Shm::new();
+    let region = shm.open(&spec("copies", 8, 7168));
+    let other = shm.open(&spec("copies", 8, 7168));
+    let src: Vec<u8> = (0..3 * 7168 - 100).map(|at| (at % 251) as u8).collect();
+    region.scatter(&[6, 0, 7], &src, &mut never_stop()).unwrap();
+
+    // Another mapping of the same bytes, in another order, the partial block included.
+    let mut out = vec![9; 3 * 7168];
+    other.gather(&[0, 6, 7], &mut out, &mut never_stop()).unwrap();
+    assert_eq!(out[..7168], src[7168..2 * 7168]);
+    assert_eq!(out[7168..2 * 7168], src[..7168]);
+    assert_eq!(out[2 * 7168..3 * 7168 - 100], src[2 * 7168..]);
+    assert_eq!(out[3 * 7168 - 100..], [0; 100]);
+
+    let mut all = vec![0; 8 * 7168];
+    other.gather(0..8, &mut all, &mut never_stop()).unwrap();
+    assert!(all[7168..6 * 7168].iter().all(|&byte| byte == 0));
+    assert_eq!(all[6 * 7168..7 * 7168], src[..7168]);
+}
+
+#[test]
+fn a_copy_that_cannot_be_moves_nothing() {
+    let shm = Shm::new();
+    let mut region = shm.open(&spec("refused", 4, 64));
+    let mut never = never_stop();
+    let out_of_range = region.scatter(&[1, 4], &[7; 128], &mut never);
+    assert!(
+        matches!(out_of_range, Err(Error::BlockOutOfRange { position: 1, .. })),
+        "{out_of_range:?}"
+    );
+    let twice = region.scatter(&[1, 1], &[7; 128], &mut never);
+    assert!(matches!(twice, Err(Error::DuplicateBlock { id: 1, .. })), "{twice:?}");
+    for len_bytes in [0, 64, 129] {
+        let wrong = region.scatter(&[1, 2], &vec![7; len_bytes], &mut never);
+        assert!(matches!(wrong, Err(Error::PartialBytes { .. })), "{wrong:?}");
+    }
+    let mut out = [9; 256];
+    region.gather(0..4, &mut out, &mut never).unwrap();
+    assert_eq!(out, [0; 256]);
+    region.close();
+    let closed = region.gather(0..4, &mut out, &mut never);
+    assert!(matches!(closed, Err(Error::Closed)), "{closed:?}");
+}

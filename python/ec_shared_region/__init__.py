@@ -12,6 +12,7 @@ from .check import CheckResult, Identity
 from .errors import (
     AccessDeniedError,
     ArgumentTypeError,
+    BlockIndexError,
     DirectoryMissingError,
     ForeignFileError,
     GeometryMismatchError,
@@ -34,6 +35,7 @@ from .region import ECSharedRegion, logger
 __all__ = [
     "AccessDeniedError",
     "ArgumentTypeError",
+    "BlockIndexError",
     "CheckResult",
     "DirectoryMissingError",
     "ECSharedRegion",

@@ -1,17 +1,21 @@
 from collections.abc import Callable
 from typing import Any, Self, TypedDict, final
 
-from typing_extensions import disjoint_base
+from typing_extensions import Buffer, disjoint_base
 
 __all__ = [
     "CheckReport",
+    "CopyPlan",
     "Mapping",
     "OpenReport",
     "PinOutcome",
     "Region",
+    "Span",
     "begin_exit",
     "build_info",
+    "copy_blocks",
     "kept_mappings",
+    "plan_copy",
     "wait_for_file_size",
 ]
 
@@ -27,6 +31,13 @@ def build_info() -> _BuildInfo: ...
 def wait_for_file_size(fd: int, expected_size: int, timeout: float = 30.0) -> None: ...
 def begin_exit() -> None: ...
 def kept_mappings() -> int: ...
+def plan_copy(
+    region: Region,
+    ids: list[int] | tuple[int, ...] | range | Buffer | Span,
+    nbytes: int | None,
+    is_scatter: bool,
+) -> CopyPlan: ...
+def copy_blocks(region: Region, plan: CopyPlan, memory: Buffer | Span) -> None: ...
 
 @disjoint_base
 class Region:
@@ -70,6 +81,23 @@ class Mapping:
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
     def __release_buffer__(self, buffer: memoryview, /) -> None: ...
+
+@final
+class CopyPlan:
+    @property
+    def count(self) -> int: ...
+    @property
+    def block_size_bytes(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+@final
+class Span:
+    def __new__(cls, address: int, nbytes: int) -> Self: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
 
 @final
 class OpenReport:

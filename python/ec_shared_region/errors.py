@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AccessDeniedError",
     "ArgumentTypeError",
+    "BlockIndexError",
     "DirectoryMissingError",
     "ForeignFileError",
     "GeometryMismatchError",
@@ -44,7 +45,7 @@ class RegionError(Exception):
 
 
 class InvalidArgumentError(RegionError, ValueError):
-    """A value that no region can have: zero, negative, a bad id, an unknown word."""
+    """A value that no region can have: zero, negative, a bad id, an unknown word; or bytes that fit no copy."""
 
 
 class SizeOverflowError(InvalidArgumentError, OverflowError):
@@ -52,7 +53,11 @@ class SizeOverflowError(InvalidArgumentError, OverflowError):
 
 
 class ArgumentTypeError(RegionError, TypeError):
-    """An argument of the wrong type: a float or bool as a size, an id that is no string."""
+    """An argument of the wrong type: a float or bool as a size, an id that is no string, a tensor on a device."""
+
+
+class BlockIndexError(InvalidArgumentError, IndexError):
+    """A block id below 0, or one that the region does not reach."""
 
 
 class GeometryMismatchError(RegionError, ValueError):
@@ -114,3 +119,10 @@ class DirectoryMissingError(SystemCallError, FileNotFoundError):
 
 class AccessDeniedError(SystemCallError, PermissionError):
     """The system does not let this process do it."""
+
+
+def argument_error(kind: type[RegionError], text: str, hint: str) -> RegionError:
+    """An exception with its hint, to be raised."""
+    error = kind(text)
+    error.hint = hint
+    return error

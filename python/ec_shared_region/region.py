@@ -8,10 +8,11 @@ import operator
 import warnings
 import weakref
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from . import _core, check, errors, pin, prefault
+from . import _core, check, copies, errors, pin, prefault
 from .check import CheckResult, Identity
+from .errors import argument_error as _argument_error
 from .pin import PinResult
 from .prefault import PrefaultReport
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from typing import Self
 
     import torch
+
+    from .copies import BlockIds, Memory, Out
 
 __all__ = ["ECSharedRegion", "logger"]
 
@@ -316,6 +319,49 @@ class ECSharedRegion(_core.Region):
             logger.warning("%s: %s", self._mmap_path, problem)
         logger.info("unpinned %s", self._mmap_path)
 
+    def scatter_blocks(self, ids: BlockIds, src: Memory, *, nbytes: int | None = None) -> None:
+        """Copies ``src`` into the blocks ``ids``: the first ``block_size_bytes`` of it into the first block, and so on.
+
+        One native call without the GIL for what a loop of ``blocks[i].copy_(src[i])`` does. Everything is
+        checked before the first byte moves. Other processes see the bytes when the call returns, and some of
+        them before: which blocks are ready is for the callers to tell each other. After Ctrl-C, which is
+        looked for every 64 MiB, some of the blocks hold new bytes.
+
+        :param ids: whole numbers from 0 to ``num_blocks - 1``, each once, in any order: a list, tuple or
+            range of ints, or an int64 tensor on the CPU or array of one dimension. None of them is no work.
+        :param src: contiguous CPU tensor of any dtype and shape, or any object with a contiguous buffer (numpy
+            array, ``bytes``, ``memoryview``), of ``len(ids) * block_size_bytes`` bytes. It may be a view of
+            other blocks of the region, and must keep its size and place during the call.
+        :param nbytes: bytes of ``src``, where they end within the last block; the rest of that block is left
+            as it is.
+        :raises IndexError: an id that is no block's; it is a :class:`ValueError` too.
+        :raises ValueError: the region is closed; an id twice; another number of bytes; ``src`` is not
+            contiguous, or shares bytes with the blocks.
+        :raises TypeError: ids or ``src`` of another type or dtype, or on another device.
+        """
+        self.wait_until_ready()
+        copies.scatter(self, ids, src, nbytes)
+
+    @overload
+    def gather_blocks(self, ids: BlockIds, out: None = None, *, nbytes: int | None = None) -> torch.Tensor: ...
+    @overload
+    def gather_blocks(self, ids: BlockIds, out: Out, *, nbytes: int | None = None) -> Out: ...
+    def gather_blocks(self, ids: BlockIds, out: Any = None, *, nbytes: int | None = None) -> Any:
+        """Copies the blocks ``ids`` one behind the other into ``out``; the other way of :meth:`scatter_blocks`.
+
+        :param ids: as for a scatter, and an id may repeat.
+        :param out: what takes the bytes, like ``src`` of a scatter, but writable. Default: a new tensor; for large
+            batches that takes longer than the copy, since the system has to find new memory, so keep one.
+        :param nbytes: bytes that ``out`` takes, where they end within the last block.
+        :return: ``out``; without one a ``torch.int8`` tensor of shape ``(len(ids), block_size_bytes)``, or
+            ``(nbytes,)`` where ``nbytes`` is given.
+        :raises IndexError: as a scatter.
+        :raises ValueError: as a scatter, except that ids may repeat; ``out`` is read-only or requires grad.
+        :raises TypeError: as a scatter.
+        """
+        self.wait_until_ready()
+        return copies.gather(self, ids, out, nbytes)
+
     def _must_be_open(self) -> None:
         if not self._is_open:
             raise _argument_error(
@@ -409,12 +455,6 @@ class ECSharedRegion(_core.Region):
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"cannot pickle {type(self).__name__}: open the region by its engine_id in the other process")
-
-
-def _argument_error(kind: type[errors.RegionError], text: str, hint: str) -> errors.RegionError:
-    error = kind(text)
-    error.hint = hint
-    return error
 
 
 def _text(what: str, value: object) -> str:

@@ -23,6 +23,11 @@ fn class_name(error: &Error) -> &'static str {
             ..
         } => "RegionNotFoundError",
         Error::Timeout { .. } => "RegionTimeoutError",
+        Error::BlockOutOfRange { .. } => "BlockIndexError",
+        Error::DuplicateBlock { .. }
+        | Error::PartialBytes { .. }
+        | Error::BytesMismatch { .. }
+        | Error::Overlap { .. } => "InvalidArgumentError",
         Error::Closed => "RegionClosedError",
         Error::Os { source, .. } => match source.raw_os_error() {
             Some(nix::libc::ENOENT) => "DirectoryMissingError",
@@ -49,6 +54,16 @@ pub(super) fn to_python(py: Python<'_>, error: &Error) -> PyErr {
         plain.set_cause(py, Some(failure));
         plain
     })
+}
+
+/// An argument that is wrong by itself, whatever the region: what the binding sees and the core never does.
+pub(super) fn argument(py: Python<'_>, class: &'static str, text: &str, hint: &str) -> PyErr {
+    let build = || {
+        let exception = module(py)?.getattr(class)?.call1((text,))?;
+        exception.setattr("hint", hint)?;
+        Ok(PyErr::from_value(exception))
+    };
+    build().unwrap_or_else(|failure: PyErr| failure)
 }
 
 fn build(py: Python<'_>, error: &Error) -> PyResult<PyErr> {

@@ -3,6 +3,7 @@
 //! exception. What callers see is the Python package around it.
 
 mod buffer;
+mod copy;
 mod errors;
 mod region;
 mod thread;
@@ -181,9 +182,13 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<region::PyPinOutcome>()?;
     module.add_class::<region::PyCheckReport>()?;
     module.add_class::<buffer::PyMapping>()?;
+    module.add_class::<copy::PyCopyPlan>()?;
+    module.add_class::<copy::PySpan>()?;
     module.add_function(wrap_pyfunction!(build_info, module)?)?;
     module.add_function(wrap_pyfunction!(kept_mappings, module)?)?;
     module.add_function(wrap_pyfunction!(begin_exit, module)?)?;
     module.add_function(wrap_pyfunction!(wait_for_file_size, module)?)?;
+    module.add_function(wrap_pyfunction!(copy::plan_copy, module)?)?;
+    module.add_function(wrap_pyfunction!(copy::copy_blocks, module)?)?;
     Ok(())
 }

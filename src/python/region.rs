@@ -345,6 +345,24 @@ impl PyRegion {
         waited
     }
 
+    /// The open mapping and its shape. Whoever holds it works on, also where a `cleanup` in another thread comes between.
+    pub(super) fn open_mapping(&self) -> crate::Result<(Arc<Mapping>, Geometry)> {
+        let exporter = lock(&self.exporter);
+        match (&exporter.mapping, exporter.shape) {
+            (
+                Some(mapping),
+                Shape::Blocks {
+                    num_blocks,
+                    block_size_bytes,
+                },
+            ) if exporter.is_open => Ok((
+                Arc::clone(mapping),
+                Geometry::new(num_blocks as u64, block_size_bytes as u64)?,
+            )),
+            _ => Err(crate::Error::Closed),
+        }
+    }
+
     /// The address behind the last byte; 0 where the region is closed.
     fn end_address(&self) -> usize {
         lock(&self.exporter)

@@ -94,3 +94,18 @@ def test_two_processes_pin_one_region_at_once() -> None:
         for process in processes:
             process.join(60)
             assert process.exitcode == 0
+
+
+def test_block_copies_refuse_memory_of_a_device(region, torch) -> None:
+    with pytest.raises(TypeError, match="`src` is on cuda:0: wanted memory of the CPU"):
+        region.scatter_blocks([1], torch.zeros(7168, dtype=torch.int8, device="cuda"))
+    with pytest.raises(TypeError, match="`out` is on cuda:0"):
+        region.gather_blocks([1], torch.zeros(7168, dtype=torch.int8, device="cuda"))
+
+
+def test_block_copies_on_a_pinned_region(region, torch) -> None:
+    assert region.pin_memory()
+    src = torch.randint(-128, 128, (3, 7168), dtype=torch.int8).pin_memory()
+    region.scatter_blocks([7, 1, 2], src)
+    assert torch.equal(region.blocks[[7, 1, 2]].cuda().cpu(), src)
+    assert torch.equal(region.gather_blocks([7, 1, 2]), src)
