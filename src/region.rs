@@ -151,8 +151,8 @@ impl Region {
     pub(crate) fn look_whether_ready(&mut self, waiter: &mut Waiter<'_, '_>) -> Result<bool> {
         let file = self.file.as_ref().ok_or(Error::Closed)?;
         let wanted_bytes = self.geometry.total_bytes();
-        reached(Step::AwaitBacking);
         if !self.is_ready {
+            reached(Step::AwaitBacking);
             if !lock::is_being_prepared(file) {
                 opening::back(file, wanted_bytes, &self.directory, &self.path, waiter)?;
                 self.is_ready = true;

@@ -13,6 +13,8 @@ use std::time::Duration;
 use ec_shared_region::mapping::page_bytes;
 use ec_shared_region::pin::{HostRegistrar, Refusal};
 use ec_shared_region::region::kept_mappings;
+use ec_shared_region::spec::Numa;
+use ec_shared_region::wait::never_stop;
 use ec_shared_region::{EngineId, Error, Geometry, Region, Role, Spec};
 use nix::libc;
 
@@ -50,9 +52,9 @@ pub fn run(mut extra: impl FnMut(&mut Worker, &[&str]) -> Option<String>) {
     }
 }
 
-/// A spec in words: `id blocks block_size mode populate timeout_ms`.
-pub fn spec(words: &[&str]) -> Spec {
-    Spec {
+/// A spec in words: `id blocks block_size mode populate timeout_ms`, and perhaps `huge=off`, `threads=3` and their like.
+pub fn spec(words: &[&str], options: &[&str]) -> Spec {
+    let mut spec = Spec {
         mode: words[3].parse().unwrap(),
         populate: words[4].parse().unwrap(),
         timeout: Duration::from_millis(words[5].parse().unwrap()),
@@ -60,7 +62,17 @@ pub fn spec(words: &[&str]) -> Spec {
             EngineId::new(words[0]).unwrap(),
             Geometry::new(words[1].parse().unwrap(), words[2].parse().unwrap()).unwrap(),
         )
+    };
+    for option in options {
+        match option.split_once('=').unwrap() {
+            ("huge", word) => spec.huge_pages = word.parse().unwrap(),
+            ("threads", number) => spec.threads = Some(number.parse().unwrap()),
+            ("numa", "interleave") => spec.numa = Numa::Interleave,
+            ("numa", node) => spec.numa = Numa::Node(node.parse().unwrap()),
+            other => panic!("{other:?}"),
+        }
     }
+    spec
 }
 
 /// `err` and the class of the error, its errno, and its text.
@@ -74,7 +86,17 @@ impl Worker {
     pub fn execute(&mut self, words: &[&str]) -> String {
         match *words {
             ["open", ref rest @ ..] => self.open(rest),
+            // Opens, and has the bytes.
+            ["use", ref rest @ ..] => match (self.open(rest), self.wait_until_ready()) {
+                (opened, ready) if ready == "ok" || opened.starts_with("err") => opened,
+                (_, refused) => refused,
+            },
+            ["ready"] => self.wait_until_ready(),
             ["pin", refuse_at] => self.pin(refuse_at.parse().unwrap()),
+            ["unpin"] => match self.region.as_mut().unwrap().unpin() {
+                Ok(true) => "ok".into(),
+                other => format!("err Unpin 0 {other:?}"),
+            },
             ["close"] => self.close(),
             ["fill", byte] => self.fill(byte.parse().unwrap()),
             ["check", byte] => self.check(byte.parse().unwrap()),
@@ -97,18 +119,25 @@ impl Worker {
         }
     }
 
-    /// The words of a spec, and the checkpoint at which the caller wants to stop (0: never).
+    /// The words of a spec, the checkpoint at which the caller wants to stop (0: never), and options; with `pause`
+    /// among them the process stops there first, for others to do something.
     pub fn open(&mut self, words: &[&str]) -> String {
         let mut left: usize = words[6].parse().unwrap();
+        let mut options = words[7..].to_vec();
+        options.retain(|option| *option != "pause");
+        let is_pausing = options.len() < words[7..].len();
         let mut checkpoint = move || {
             left = left.wrapping_sub(1);
-            if left == 0 {
-                ControlFlow::Break(())
-            } else {
-                ControlFlow::Continue(())
+            if left > 0 {
+                return ControlFlow::Continue(());
             }
+            if is_pausing {
+                // SAFETY: raise takes an integer.
+                unsafe { libc::raise(libc::SIGSTOP) };
+            }
+            ControlFlow::Break(())
         };
-        let spec = spec(words);
+        let spec = spec(words, &options);
         self.tell(true);
         let opened = Region::open_in(&self.directory, &spec, &mut checkpoint);
         self.tell(false);
@@ -124,6 +153,16 @@ impl Worker {
                 self.region = Some(region);
                 format!("ok {role} {inode}")
             }
+        }
+    }
+
+    fn wait_until_ready(&mut self) -> String {
+        let Some(region) = self.region.as_mut() else {
+            return "err Closed 0 there is no region".into();
+        };
+        match region.wait_until_ready(&mut never_stop()) {
+            Ok(()) => "ok".into(),
+            Err(error) => failure(&error),
         }
     }
 
@@ -181,8 +220,16 @@ impl Worker {
         "ok".into()
     }
 
-    /// Looks at every byte, through the mapping; of an original's file through the file.
+    /// Looks at every byte, through the mapping; of an original's file through the file. In a region of ours there
+    /// is a page behind each of them before it is touched.
     fn check(&mut self, byte: u8) -> String {
+        if let Some(region) = &self.region {
+            let allocated = region.file().unwrap().metadata().unwrap().blocks() * 512;
+            let wanted = region.geometry().total_bytes() as u64;
+            if allocated < wanted {
+                return format!("err Check 0 {allocated} of {wanted} bytes are backed");
+            }
+        }
         let expected = vec![byte; 1 << 20];
         let mut seen = vec![!byte; 1 << 20];
         let original = self.original.as_ref().map(|(_, file)| file);
