@@ -10,11 +10,12 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use ec_shared_region::error::Warning;
 use ec_shared_region::mapping::page_bytes;
 use ec_shared_region::pin::{HostRegistrar, Refusal};
 use ec_shared_region::region::kept_mappings;
 use ec_shared_region::spec::Numa;
-use ec_shared_region::wait::never_stop;
+use ec_shared_region::wait::{Host, never_stop};
 use ec_shared_region::{EngineId, Error, Geometry, Region, Role, Spec};
 use nix::libc;
 
@@ -29,6 +30,8 @@ pub struct Worker {
     region: Option<Region>,
     /// A file that this process made as the original class does: no lock, in place.
     original: Option<(PathBuf, File)>,
+    /// What the last constructor warned of.
+    warnings: String,
     /// Told `true` right before the core is called, and `false` right after.
     pub around: Option<fn(bool)>,
 }
@@ -92,6 +95,7 @@ impl Worker {
                 (_, refused) => refused,
             },
             ["ready"] => self.wait_until_ready(),
+            ["warnings"] => format!("ok {}", self.warnings),
             ["pin", refuse_at] => self.pin(refuse_at.parse().unwrap()),
             ["unpin"] => match self.region.as_mut().unwrap().unpin() {
                 Ok(true) => "ok".into(),
@@ -126,7 +130,7 @@ impl Worker {
         let mut options = words[7..].to_vec();
         options.retain(|option| *option != "pause");
         let is_pausing = options.len() < words[7..].len();
-        let mut checkpoint = move || {
+        let checkpoint = move || {
             left = left.wrapping_sub(1);
             if left > 0 {
                 return ControlFlow::Continue(());
@@ -138,9 +142,14 @@ impl Worker {
             ControlFlow::Break(())
         };
         let spec = spec(words, &options);
+        let mut caller = Caller {
+            checkpoint,
+            warnings: String::new(),
+        };
         self.tell(true);
-        let opened = Region::open_in(&self.directory, &spec, &mut checkpoint);
+        let opened = Region::open_in(&self.directory, &spec, &mut caller);
         self.tell(false);
+        self.warnings = caller.warnings;
         match opened {
             Err(error) => failure(&error),
             Ok((region, _)) => {
@@ -157,10 +166,14 @@ impl Worker {
     }
 
     fn wait_until_ready(&mut self) -> String {
-        let Some(region) = self.region.as_mut() else {
+        let Some(mut region) = self.region.take() else {
             return "err Closed 0 there is no region".into();
         };
-        match region.wait_until_ready(&mut never_stop()) {
+        self.tell(true);
+        let ready = region.wait_until_ready(&mut never_stop());
+        self.tell(false);
+        self.region = Some(region);
+        match ready {
             Ok(()) => "ok".into(),
             Err(error) => failure(&error),
         }
@@ -273,6 +286,22 @@ impl Worker {
         let inode = file.metadata().unwrap().ino();
         self.original = Some((path, file));
         format!("ok creator {inode}")
+    }
+}
+
+/// For whom a region is opened.
+struct Caller<F> {
+    checkpoint: F,
+    warnings: String,
+}
+
+impl<F: FnMut() -> ControlFlow<()>> Host for Caller<F> {
+    fn checkpoint(&mut self) -> ControlFlow<()> {
+        (self.checkpoint)()
+    }
+
+    fn warn(&mut self, warning: &Warning) {
+        self.warnings += &format!("{warning:?} ");
     }
 }
 
