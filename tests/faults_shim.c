@@ -272,7 +272,6 @@ int open64(const char *name, int flags, ...) {
         {"/proc/self/pagemap", "open(pagemap)"},
         {"/proc/self/smaps", "open(smaps)"},
         {"/proc/self/cgroup", "open(cgroup)"},
-        {"/sys/kernel/mm/transparent_hugepage/hpage_pmd_size", "open(hpage_pmd_size)"},
     };
     REAL(open64);
     va_list arguments;

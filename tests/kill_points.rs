@@ -102,7 +102,7 @@ fn an_original_takes_the_name_while_another_is_stopped() {
             "creator",
             &[
                 Step::Map,
-                Step::Reserve,
+                Step::MapAhead,
                 Step::EndPreparing,
                 Step::Opened,
                 Step::Close,

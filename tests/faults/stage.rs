@@ -135,11 +135,21 @@ pub const ROLES: &[Role] = &[
         "openat(O_TMPFILE)/1/for_ever/95", // EOPNOTSUPP
     ),
     opens("create_where_links_are_refused", Before::Nothing, "linkat/1/for_ever/1"), // EPERM
-    opens(
-        "create_where_fallocate_is_unknown",
-        Before::Nothing,
-        "fallocate/1/for_ever/95",
-    ),
+    // A small region is backed by faults alone.
+    Role {
+        options: "threads=1 huge=off",
+        ..opens_huge(
+            "create_where_fallocate_is_unknown",
+            "fallocate/1/for_ever/95",
+            &[
+                "posix_fallocate",
+                "madvise(MADV_POPULATE_WRITE)",
+                "mmap",
+                "munmap",
+                "fstat",
+            ],
+        )
+    },
     opens(
         "create_where_populate_is_unknown",
         Before::Nothing,
@@ -157,7 +167,6 @@ pub const ROLES: &[Role] = &[
             "mmap",
             "mremap",
             "munmap",
-            "open(hpage_pmd_size)",
             "open(mountinfo)",
             "open(pagemap)",
         ],

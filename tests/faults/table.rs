@@ -301,7 +301,6 @@ pub const ROWS: &[Row] = &[
     row("madvise(MADV_NOHUGEPAGE)", &[EACCES, EAGAIN, EBADF, EINTR, EINVAL, EIO, ENOMEM, EPERM], &[Works], &[Works]),
     row("ioctl(PAGEMAP_SCAN)", &[E2BIG, EBADF, EFAULT, EINTR, EINVAL, ENOMEM, ENOTTY], &[Works], &[Works]),
     row("open(mountinfo)", LOOKED_UP, &[Works], &[Works]),
-    row("open(hpage_pmd_size)", LOOKED_UP, &[Works], &[Works]),
     row("open(pagemap)", LOOKED_UP, &[Works], &[Works]),
     row("open(smaps)", LOOKED_UP, &[Works], &[Works]),
     row("open(cgroup)", LOOKED_UP, &[Works], &[Works]),

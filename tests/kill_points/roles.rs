@@ -10,8 +10,8 @@ pub enum Before {
     Nothing,
     /// A creator of ours, which holds the region.
     Creator,
-    /// A creator of ours that is stopped as it reserves for the so-manyth time.
-    StoppedCreator(usize),
+    /// A creator of ours that is stopped at a step.
+    StoppedCreator(Step, usize),
     /// A process of the original class, whose file has its size and no pages.
     Original,
     /// One that has not sized its file yet.
@@ -101,7 +101,8 @@ const HUGE: Role = Role {
     ..USUAL
 };
 
-// `lock` and `probe` count the neighbour too, whom whoever sweeps looks at.
+// `lock` and `probe` count the neighbour too, whom whoever sweeps looks at. Who goes looks without the lock first: where
+// somebody of ours is left it takes none.
 pub const ROLES: &[Role] = &[
     Role {
         name: "creator",
@@ -113,7 +114,6 @@ pub const ROLES: &[Role] = &[
             (Link, 1),
             (Linked, 1),
             (Map, 1),
-            (Reserve, 1),
             (MapAhead, 1),
             (EndPreparing, 1),
             (Opened, 1),
@@ -176,8 +176,8 @@ pub const ROLES: &[Role] = &[
         name: "joiner",
         before: Before::Creator,
         steps: &[
-            (Lock, 2),
-            (Probe, 2),
+            (Lock, 1),
+            (Probe, 1),
             (Assess, 1),
             (Attach, 1),
             (Attached, 1),
@@ -217,7 +217,7 @@ pub const ROLES: &[Role] = &[
     },
     Role {
         name: "joiner_that_waits",
-        before: Before::StoppedCreator(1),
+        before: Before::StoppedCreator(MapAhead, 1),
         populate: "join",
         complete: Complete::LastOnly,
         steps: &[(Lock, 3), (Probe, 3), (Assess, 3)],
@@ -225,7 +225,7 @@ pub const ROLES: &[Role] = &[
     },
     Role {
         name: "joiner_that_comes_in_early",
-        before: Before::StoppedCreator(1),
+        before: Before::StoppedCreator(MapAhead, 1),
         complete: Complete::TheseOnly,
         steps: &[
             (Lock, 1),
@@ -242,7 +242,7 @@ pub const ROLES: &[Role] = &[
     },
     Role {
         name: "joiner_that_takes_over_a_half_made_region",
-        before: Before::StoppedCreator(2),
+        before: Before::StoppedCreator(Reserve, 2),
         between: Between::TheHolderIsKilled,
         complete: Complete::LastOfTheTable,
         steps: &[
@@ -262,11 +262,11 @@ pub const ROLES: &[Role] = &[
     },
     Role {
         name: "closer_before_every_byte_is_backed",
-        before: Before::StoppedCreator(1),
+        before: Before::StoppedCreator(MapAhead, 1),
         uses_the_bytes: false,
         steps: &[
-            (Lock, 2),
-            (Probe, 2),
+            (Lock, 1),
+            (Probe, 1),
             (Assess, 1),
             (Attach, 1),
             (Attached, 1),
@@ -343,7 +343,6 @@ pub const ROLES: &[Role] = &[
             (Link, 1),
             (Linked, 1),
             (Map, 1),
-            (Reserve, 1),
             (MapAhead, 1),
             (EndPreparing, 1),
             (Opened, 1),
@@ -419,7 +418,7 @@ pub const ROLES: &[Role] = &[
     },
     Role {
         name: "abandoner_with_everything_mapped",
-        interrupted_at: 6,
+        interrupted_at: 5,
         steps: &[
             (Lock, 4),
             (Probe, 4),
@@ -428,7 +427,6 @@ pub const ROLES: &[Role] = &[
             (Link, 1),
             (Linked, 1),
             (Map, 1),
-            (Reserve, 1),
             (MapAhead, 1),
             (Abandon, 1),
             (LastOut, 1),
@@ -443,7 +441,7 @@ pub const ROLES: &[Role] = &[
         options: "pause",
         interrupted_at: 4,
         complete: Complete::LastOfTheTable,
-        steps: &[(Lock, 4), (Probe, 4), (Abandon, 1), (LastOut, 1)],
+        steps: &[(Abandon, 1), (LastOut, 1)],
         ..USUAL
     },
     Role {
@@ -473,7 +471,6 @@ const RECLAIMER: &[(Step, usize)] = &[
     (Link, 1),
     (Linked, 1),
     (Map, 1),
-    (Reserve, 1),
     (MapAhead, 1),
     (EndPreparing, 1),
     (Opened, 1),

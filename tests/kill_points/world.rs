@@ -15,6 +15,8 @@ const NEIGHBOUR: &str = "neighbour";
 const KEPT: u8 = 0xb5;
 /// "At once", and "in under a second".
 const SOON: Duration = Duration::from_secs(1);
+/// A large region takes its time, where everything is unoptimised and several tests run at once.
+const SOON_FOR_LARGE: Duration = Duration::from_secs(5);
 /// How long others wait for somebody who is stopped.
 const SHORT: Duration = Duration::from_millis(120);
 
@@ -152,8 +154,8 @@ impl<'r> World<'r> {
                 process.must(&format!("fill {KEPT}"));
                 holder(process, Some(inode))
             }
-            Before::StoppedCreator(nth) => {
-                let at = format!("{}:{nth}", Step::Reserve.name());
+            Before::StoppedCreator(step, nth) => {
+                let at = format!("{}:{nth}", step.name());
                 let mut process = Process::start(self.shm.path(), [("EC_SHARED_REGION_STOP_AT", at)]);
                 process.tell(&self.use_(self.role.blocks, PATIENCE, "create"));
                 assert_eq!(process.event(PATIENCE), Event::Stopped);
@@ -174,7 +176,7 @@ impl<'r> World<'r> {
     fn release(&self, holder: &mut Option<Holder>) {
         let Some(holder) = holder else { return };
         match (self.role.before, self.role.between) {
-            (Before::StoppedCreator(_), _) => {
+            (Before::StoppedCreator(..), _) => {
                 holder.process.go_on();
                 let answer = holder.process.answer();
                 assert!(answer.starts_with("ok creator"), "{answer}");
@@ -283,7 +285,7 @@ impl<'r> World<'r> {
     #[track_caller]
     fn has_opened_or_joined(&self, process: &RefCell<Process>, live: Option<Live>, victims: Option<Live>) -> Live {
         let mut process = process.borrow_mut();
-        let answer = process.answer_within(SOON);
+        let answer = process.answer_within(if self.role.is_large() { SOON_FOR_LARGE } else { SOON });
         let opened = answer.strip_prefix("ok ").unwrap_or_else(|| panic!("{answer}"));
         let inode = inode_of(opened);
         let found = match live {

@@ -36,10 +36,10 @@ fn mutation_probe_ignores_writers_is_caught() {
     );
 }
 
-/// Where there are leases the writer alone shows that somebody lives; the life lock is for where there are none.
+/// The writer alone shows that somebody lives where there are leases, and the geometry where there are OFD locks.
 #[test]
 fn mutation_publish_without_life_lock_is_caught() {
-    let setting = no_leases(&[OURS, OURS]);
+    let setting = no_locks_but_life(&[OURS, OURS]);
     must_violate(
         &mutated(setting, |protocol| protocol.publishes_alive = false),
         &[NO_TWINS, NO_ROBBERY],

@@ -103,20 +103,28 @@ impl<'a> Ours<'a> {
         self.process().has_directory_lock = false;
     }
 
+    fn announces_geometry(&self) -> bool {
+        self.setting.ofd_locks && self.setting.protocol.announces_geometry
+    }
+
+    fn is_freeing(&self) -> bool {
+        self.setting.ofd_locks && self.state.is_freeing(self.me)
+    }
+
     /// A creator's signs of life, without the one of its work.
     fn creators_signs(&self, ino: Ino) -> Open {
         Open {
             ino,
             life: self.setting.protocol.publishes_alive,
             preparing: false,
-            geometry: self.setting.protocol.announces_geometry,
+            geometry: self.announces_geometry(),
         }
     }
 
     /// On the open file that is published.
     fn published_signs(&self, ino: Ino) -> Open {
         Open {
-            preparing: true,
+            preparing: self.setting.ofd_locks,
             ..self.creators_signs(ino)
         }
     }
@@ -242,6 +250,7 @@ impl<'a> Ours<'a> {
 
     fn pass_over(&mut self) {
         self.process().found = None;
+        self.process().found_geometry = None;
         if self.now().why == Why::Sweep {
             self.sweep_next();
         } else {
@@ -280,6 +289,7 @@ impl<'a> Ours<'a> {
     fn wait(&mut self) {
         let found = self.process().found.take();
         self.process().found_was_sized = false;
+        self.process().found_geometry = None;
         if !self.setting.protocol.waits_with_nothing {
             self.process().file = found.map(Open::bare);
         }
@@ -290,6 +300,7 @@ impl<'a> Ours<'a> {
     fn name_changed(&mut self) {
         self.process().file = None;
         self.process().found = None;
+        self.process().found_geometry = None;
         self.unlock();
         self.look_again();
     }
@@ -326,7 +337,7 @@ impl<'a> Ours<'a> {
             tries_left: before.tries_left,
             // Until all of it is over, but for a view, which goes whenever it goes.
             is_freeing: before.is_freeing,
-            ..Process::at(Pc::Lock, id)
+            ..Process::at(Pc::LastOutLook, id)
         };
     }
 

@@ -60,7 +60,10 @@ pub fn all(setting: &Setting) -> Vec<Property<Setting>> {
             }
         )
     };
-    if setting.actors.iter().filter(ours).count() > 1 && setting.actors.iter().any(|actor| comes_in_early(&actor)) {
+    if setting.ofd_locks
+        && setting.actors.iter().filter(ours).count() > 1
+        && setting.actors.iter().any(|actor| comes_in_early(&actor))
+    {
         all.push(Property::sometimes(TAKES_OVER, |_, state: &State| {
             state.processes.iter().any(|process| {
                 let is_left = |ino: Ino| !state.is_preparing(ino) && state.inodes[usize::from(ino)].reserved < PIECES;

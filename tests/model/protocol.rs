@@ -157,6 +157,8 @@ pub struct Setting {
     pub removals: u8,
     /// Read leases work. Without them, and in a PID namespace of one's own, the life lock is all there is.
     pub leases: bool,
+    /// OFD locks work. Without them nothing is announced.
+    pub ofd_locks: bool,
     /// `O_TMPFILE` works. Without it files are made under a temporary name.
     pub tmpfile: bool,
     /// Room of the filesystem in pieces, [`super::state::PIECES`] for each region. `None`: more than enough.
@@ -181,6 +183,7 @@ impl Setting {
             linked_may_fail: false,
             removals: 0,
             leases: true,
+            ofd_locks: true,
             tmpfile: true,
             room: None,
             dead: Vec::new(),

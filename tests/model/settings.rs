@@ -47,6 +47,8 @@ pub fn bounded() -> Vec<Named> {
         ("a name taken away by hand", removals(&two)),
         ("views that live on", views(&two)),
         ("no leases", no_leases(&two)),
+        ("no OFD locks", no_ofd_locks(&two)),
+        ("neither leases nor OFD locks", no_locks_but_life(&two)),
         ("no O_TMPFILE", no_tmpfile(&two)),
         ("stopped with the directory's lock", impatient(&two)),
         ("flock fails once the name is given", linked_may_fail(&two)),
@@ -76,6 +78,9 @@ pub fn exhaustive() -> Vec<Named> {
         ("3, a name taken away by hand", removals(&three)),
         ("3, views that live on", views(&three)),
         ("3, no leases", no_leases(&three)),
+        ("3, no OFD locks", no_ofd_locks(&three)),
+        ("3, neither leases nor OFD locks", no_locks_but_life(&three)),
+        ("2 and an original, no OFD locks", no_ofd_locks(&with_original)),
         ("3, no O_TMPFILE", no_tmpfile(&three)),
         ("3, stopped with the directory's lock", impatient(&three)),
         ("3, flock fails once the name is given", linked_may_fail(&three)),
@@ -148,6 +153,20 @@ pub fn no_leases(actors: &[Actor]) -> Setting {
     Setting {
         leases: false,
         ..Setting::new(actors)
+    }
+}
+
+pub fn no_ofd_locks(actors: &[Actor]) -> Setting {
+    Setting {
+        ofd_locks: false,
+        ..Setting::new(actors)
+    }
+}
+
+pub fn no_locks_but_life(actors: &[Actor]) -> Setting {
+    Setting {
+        leases: false,
+        ..no_ofd_locks(actors)
     }
 }
 

@@ -73,6 +73,8 @@ pub enum Pc {
     ProbeOpen,
     ProbeFlock,
     ProbeLease,
+    /// Closed; does another of ours announce itself?
+    LastOutLook,
     ReclaimCompare,
     ReclaimUnlink,
     ReclaimClose,
@@ -157,6 +159,8 @@ pub struct Process {
     pub found: Option<Ino>,
     pub found_was_sized: bool,
     pub found_is_locked: bool,
+    /// What was announced on it.
+    pub found_geometry: Option<u8>,
     pub has_directory_lock: bool,
     pub is_freeing: bool,
     pub is_creator: bool,
@@ -185,6 +189,7 @@ impl Process {
         found: None,
         found_was_sized: false,
         found_is_locked: false,
+        found_geometry: None,
         has_directory_lock: false,
         is_freeing: false,
         is_creator: false,
@@ -237,7 +242,7 @@ impl Process {
     /// The step's name in the documentation. `None` for the original, which is not in it.
     pub fn step(&self) -> Option<Step> {
         Some(match self.pc {
-            Pc::Lock if self.why == Why::LastOut => Step::LastOut,
+            Pc::LastOutLook => Step::LastOut,
             Pc::Lock => Step::Lock,
             Pc::ProbeOpen | Pc::ProbeFlock | Pc::ProbeLease => Step::Probe,
             Pc::ReclaimCompare | Pc::ReclaimUnlink => Step::Reclaim,

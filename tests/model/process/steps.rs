@@ -27,7 +27,11 @@ impl Ours<'_> {
             },
             Pc::ProbeFlock => {
                 let ino = self.found();
-                if self.state.is_flocked(ino, self.me) {
+                let announced = self.announced_geometry(ino);
+                self.process().found_geometry = announced;
+                if announced.is_some() {
+                    self.live();
+                } else if self.state.is_flocked(ino, self.me) {
                     // A lock alone is no life.
                     if setting.leases && protocol.asks_for_writers && !self.state.has_writer(ino) {
                         self.locked();
@@ -48,6 +52,12 @@ impl Ours<'_> {
                     self.dead();
                 }
             }
+
+            // X6, `reap::remove_if_last`: without the lock.
+            Pc::LastOutLook => match self.name() {
+                Some(ino) if self.announced_geometry(ino).is_some() => self.is_out(),
+                _ => self.to(Pc::Lock),
+            },
 
             // R1 and R2, `reap::reclaim`.
             Pc::ReclaimCompare => {
@@ -89,7 +99,7 @@ impl Ours<'_> {
                 }
             }
             Pc::AskFreeing => {
-                if self.state.is_freeing(self.me) {
+                if self.is_freeing() {
                     self.look_again();
                 } else if protocol.looks_at_room_twice {
                     self.to(Pc::LookAtRoomAgain);
@@ -107,7 +117,7 @@ impl Ours<'_> {
 
             // `Opening::may_try_again`.
             Pc::TryAgainAskFreeing => {
-                if self.state.is_freeing(self.me) {
+                if self.is_freeing() {
                     self.look_again();
                 } else {
                     self.to(Pc::TryAgainLookAtRoom);
@@ -220,8 +230,7 @@ impl Ours<'_> {
 
             // J1 and J2, `Opening::assess` and `Locked::attach`.
             Pc::AssessGeometry => {
-                let found = self.found();
-                match (self.announced_geometry(found), self.now().found_was_sized) {
+                match (self.now().found_geometry, self.now().found_was_sized) {
                     (Some(geometry), true) if geometry == self.geometry => self.to(Pc::AssessPreparing),
                     (Some(_), _) => self.is_in_the_way(), // GeometryMismatch
                     (None, true) => self.to(Pc::AssessPreparing),
@@ -261,13 +270,14 @@ impl Ours<'_> {
                     self.wait();
                 } else {
                     self.file().life = true;
-                    self.file().geometry = protocol.announces_geometry;
+                    self.file().geometry = self.announces_geometry();
                     self.to(Pc::AttachedLook);
                 }
             }
             Pc::AttachedLook => {
                 if self.name() == self.now().found {
                     self.process().found = None;
+                    self.process().found_geometry = None;
                     self.unlock();
                     self.to(Pc::JoinLook);
                 } else {
