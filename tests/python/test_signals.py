@@ -179,7 +179,8 @@ finally:
         id=engine_id,
         options=options,
     )
-    assert child.run("ticks") > 100, "it was not interrupted while it prepared"
+    # Python runs between pieces, so that many signals are one call of the handler.
+    assert child.run("ticks") > 10, "it was not interrupted while it prepared"
     assert child.run("r.is_creator, os.stat(r._mmap_path).st_blocks * 512 == r.nbytes") == (True, True)
     # At either end and in the middle: a page that is there and zero, and takes a byte.
     offsets = [0, (2 << 30) + 7, (4 << 30) - 1]
