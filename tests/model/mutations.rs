@@ -178,6 +178,16 @@ fn mutation_nobody_is_last_out_is_caught() {
     );
 }
 
+/// Two that go at the same moment would each leave the name to the other.
+#[test]
+fn mutation_looks_before_it_lets_go_is_caught() {
+    let setting = Setting::new(&[OURS, OURS, Actor::Original]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.lets_go_before_it_looks = false),
+        &[NOTHING_LEFT, HEALS],
+    );
+}
+
 /// A creator that fails; and a joiner whose creator was killed: it was the last one out.
 #[test]
 fn mutation_failed_constructor_does_not_look_back_is_caught() {

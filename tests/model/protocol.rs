@@ -32,6 +32,8 @@ pub struct Protocol {
     pub publishes_without_replacing: bool,
     /// The last joiner out takes a dead creator's name away (X6).
     pub last_one_out_cleans: bool,
+    /// It lets go of the file before it looks whether another is left, not after.
+    pub lets_go_before_it_looks: bool,
     /// A constructor that fails takes its name away only if nobody lives on the file.
     pub gives_back_only_if_last: bool,
     /// A constructor that is refused the room which it has seen tries again.
@@ -65,6 +67,7 @@ impl Protocol {
         dead_bytes_are_unlinked: true,
         publishes_without_replacing: true,
         last_one_out_cleans: true,
+        lets_go_before_it_looks: true,
         gives_back_only_if_last: true,
         tries_again: true,
         waits_for_the_dying: true,

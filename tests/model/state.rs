@@ -174,6 +174,8 @@ pub struct Process {
     /// How often it may yet be refused and try again.
     pub tries_left: u8,
     pub has_swept: bool,
+    /// A mutation: it saw another before it let go.
+    pub saw_another: bool,
     /// Of a child: its parent's.
     pub geometry: Option<u8>,
 }
@@ -200,6 +202,7 @@ impl Process {
         was_refused: false,
         tries_left: 0,
         has_swept: false,
+        saw_another: false,
         geometry: None,
     };
 

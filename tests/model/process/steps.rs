@@ -357,6 +357,8 @@ impl Ours<'_> {
             // The kernel drops the locks of a file that is closed before its write access.
             Pc::CloseFile | Pc::Unmap | Pc::ViewLeft => {
                 let ino = self.file().ino;
+                let sees_another = self.announced_geometry(ino).is_some();
+                self.process().saw_another = sees_another && !protocol.lets_go_before_it_looks;
                 *self.file() = Open::bare(ino);
                 self.process().is_mapped = false;
                 self.to(Pc::Released);
@@ -367,7 +369,8 @@ impl Ours<'_> {
                 self.process().file = None;
                 let looks_back = protocol.last_one_out_cleans
                     && (protocol.last_view_looks_back || !self.now().has_views)
-                    && (protocol.abandons || !self.now().has_failed);
+                    && (protocol.abandons || !self.now().has_failed)
+                    && !self.now().saw_another;
                 if self.now().is_creator || !looks_back {
                     self.is_out();
                 } else {
