@@ -151,8 +151,8 @@ impl Region {
     pub(crate) fn look_whether_ready(&mut self, waiter: &mut Waiter<'_, '_>) -> Result<bool> {
         let file = self.file.as_ref().ok_or(Error::Closed)?;
         let wanted_bytes = self.geometry.total_bytes();
-        reached(Step::AwaitBacking);
         if !self.is_ready {
+            reached(Step::AwaitBacking);
             if !lock::is_being_prepared(file) {
                 opening::back(file, wanted_bytes, &self.directory, &self.path, waiter)?;
                 self.is_ready = true;
@@ -242,6 +242,9 @@ impl Region {
         max_piece_bytes: usize,
     ) -> std::result::Result<Option<PinReport>, PinError> {
         let mapping = self.mapping.as_ref().ok_or(PinError::Closed)?;
+        if !self.is_ready {
+            return Err(PinError::NotReady); // a driver that touches a page without backing dies of it
+        }
         if self.pinned.is_some() {
             return Ok(None);
         }
@@ -360,6 +363,9 @@ impl Drop for Region {
 pub enum PinError {
     #[error("the region is closed")]
     Closed,
+    /// See [`Region::wait_until_ready`].
+    #[error("the region is still being prepared by its creator")]
+    NotReady,
     /// And what the driver would not take back of the pieces before.
     #[error("the runtime refused: {}", .0.refusal)]
     Refused(Box<PinRefused>, Vec<Refusal>),

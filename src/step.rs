@@ -65,7 +65,7 @@ steps! {
     JoinMap = "join_map",
     /// J5: about to map a piece ahead.
     JoinMapAhead = "join_map_ahead",
-    /// J6: about to see whether every byte is backed by now.
+    /// J6: came in early; about to see whether every byte is backed by now.
     AwaitBacking = "await_backing",
     /// P1: about to register a piece with a device.
     Register = "register",
@@ -79,10 +79,10 @@ steps! {
     DropName = "drop_name",
     /// X3: the name is gone; about to unregister.
     Unregister = "unregister",
-    /// X4: about to unmap.
-    Unmap = "unmap",
-    /// X5: about to close the descriptor.
+    /// X4: about to close the descriptor.
     CloseFile = "close_file",
+    /// X5: about to unmap.
+    Unmap = "unmap",
     /// X6: closed; about to see whether we were the last.
     LastOut = "last_out",
 }

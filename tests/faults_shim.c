@@ -8,15 +8,19 @@
 #include <dlfcn.h>
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/ioctl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <sys/syscall.h>
 #include <sys/sysinfo.h>
 #include <unistd.h>
 
@@ -109,11 +113,67 @@ WRAP(fstat, (int fd, struct stat *stat), (fd, stat))
 WRAP(fstatat, (int dir, const char *name, struct stat *stat, int flags), (dir, name, stat, flags))
 WRAP(fchmod, (int fd, mode_t mode), (fd, mode))
 WRAP(ftruncate, (int fd, off_t len), (fd, len))
-WRAP(madvise, (void *start, size_t len, int advice), (start, len, advice))
 WRAP(munmap, (void *start, size_t len), (start, len))
 WRAP(fstatvfs, (int fd, struct statvfs *stat), (fd, stat))
 WRAP(sysinfo, (struct sysinfo *info), (info))
 WRAP(statx, (int dir, const char *name, int flags, unsigned mask, struct statx *stat), (dir, name, flags, mask, stat))
+
+int madvise(void *start, size_t len, int advice) {
+    REAL(madvise);
+    /* linux/mman.h; older headers lack some of the names */
+    FAIL_AS(advice == 14   ? "madvise(MADV_HUGEPAGE)"
+            : advice == 15 ? "madvise(MADV_NOHUGEPAGE)"
+            : advice == 22 ? "madvise(MADV_POPULATE_READ)"
+            : advice == 23 ? "madvise(MADV_POPULATE_WRITE)"
+            : advice == 25 ? "madvise(MADV_COLLAPSE)"
+                           : "madvise",
+            -1);
+    return real(start, len, advice);
+}
+
+void *mremap(void *start, size_t len, size_t new_len, int flags, ...) {
+    REAL(mremap);
+    va_list arguments;
+    va_start(arguments, flags);
+    void *to = (flags & MREMAP_FIXED) != 0 ? va_arg(arguments, void *) : NULL;
+    va_end(arguments);
+    FAIL_AS("mremap", MAP_FAILED);
+    return real(start, len, new_len, flags, to);
+}
+
+int ioctl(int fd, unsigned long request, ...) {
+    REAL(ioctl);
+    va_list arguments;
+    va_start(arguments, request);
+    void *argument = va_arg(arguments, void *);
+    va_end(arguments);
+    if ((request >> 8 & 0xff) == 'f' && (request & 0xff) == 16)
+        FAIL_AS("ioctl(PAGEMAP_SCAN)", -1);
+    return real(fd, request, argument);
+}
+
+/* What the C library has no name for. */
+long syscall(long number, ...) {
+    REAL(syscall);
+    long words[6];
+    va_list arguments;
+    va_start(arguments, number);
+    for (int i = 0; i < 6; i++)
+        words[i] = va_arg(arguments, long);
+    va_end(arguments);
+    if (number == SYS_mbind)
+        FAIL_AS("mbind", -1);
+    if (number == SYS_get_mempolicy)
+        FAIL_AS("get_mempolicy", -1);
+    return real(number, words[0], words[1], words[2], words[3], words[4], words[5]);
+}
+
+/* Answers the error itself. */
+int pthread_create(pthread_t *thread, const pthread_attr_t *how, void *(*work)(void *), void *argument) {
+    REAL(pthread_create);
+    int error = fault("pthread_create");
+    return error != 0 ? error : real(thread, how, work, argument);
+}
 
 /* A GNU system declares the resource as an enumeration. */
 int getrlimit(__rlimit_resource_t resource, struct rlimit *limit) {
@@ -202,4 +262,27 @@ int openat(int dir, const char *name, int flags, ...) {
                                              : "openat(O_RDONLY)",
             -1);
     return real(dir, name, flags, mode);
+}
+
+/* The standard library's: files of the kernel, in which the core looks something up. A test can put its own mounts
+ * in the place of the machine's. */
+int open64(const char *name, int flags, ...) {
+    static const char *const looked_up[][2] = {
+        {"/proc/self/mountinfo", "open(mountinfo)"},
+        {"/proc/self/pagemap", "open(pagemap)"},
+        {"/proc/self/smaps", "open(smaps)"},
+        {"/proc/self/cgroup", "open(cgroup)"},
+    };
+    REAL(open64);
+    va_list arguments;
+    va_start(arguments, flags);
+    mode_t mode = mode_of(flags, arguments);
+    va_end(arguments);
+    for (size_t i = 0; i < sizeof looked_up / sizeof *looked_up; i++)
+        if (strcmp(name, looked_up[i][0]) == 0)
+            FAIL_AS(looked_up[i][1], -1);
+    const char *mounts = getenv("FAULTS_MOUNTINFO");
+    if (mounts != NULL && strcmp(name, "/proc/self/mountinfo") == 0)
+        name = mounts;
+    return real(name, flags, mode);
 }

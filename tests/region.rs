@@ -453,3 +453,89 @@ fn a_copy_that_cannot_be_moves_nothing() {
     let closed = region.gather(0..4, &mut out, &mut never);
     assert!(matches!(closed, Err(Error::Closed)), "{closed:?}");
 }
+
+/// Opens a region, and others at the checkpoint at which the creator has published it and backed none of it.
+fn open_with_early<T>(
+    shm: &Shm,
+    creator: &Spec,
+    then: ControlFlow<()>,
+    mut early: impl FnMut() -> T,
+) -> (Result<(Region, OpenReport), Error>, T) {
+    let mut came = None;
+    let opened = Region::open_in(shm.0.path(), creator, &mut || {
+        let is_published = came.is_none() && shm.file("a").exists();
+        if is_published {
+            came = Some(early());
+            return then;
+        }
+        ControlFlow::Continue(())
+    });
+    (opened, came.unwrap())
+}
+
+fn is_being_prepared<T: std::fmt::Debug>(result: &Result<T, Error>) -> bool {
+    matches!(
+        result,
+        Err(Error::Timeout {
+            state: WaitState::BeingPrepared { wanted_bytes: 716_800 },
+            ..
+        })
+    )
+}
+
+#[test]
+fn a_joiner_comes_in_while_its_creator_prepares_and_waits_for_the_bytes() {
+    let shm = Shm::new();
+    let soon = Spec {
+        timeout: Duration::from_millis(50),
+        ..spec("a", 100, 7168)
+    };
+    let (creator, mut joiner) = open_with_early(&shm, &spec("a", 100, 7168), ControlFlow::Continue(()), || {
+        let mut joiner = shm.open(&soon);
+        assert_eq!((joiner.role(), joiner.is_ready()), (Role::Joiner, false));
+        assert!(is_being_prepared(&joiner.wait_until_ready(&mut never_stop())));
+        assert!(!joiner.is_ready());
+        joiner
+    });
+    let (creator, _) = creator.unwrap();
+    assert!(creator.is_ready());
+    joiner.wait_until_ready(&mut never_stop()).unwrap();
+    assert!(joiner.is_ready());
+    write(&creator, 0, 5);
+    assert_eq!(read(&joiner, 0), 5);
+    drop(joiner);
+    drop(creator);
+    assert_eq!(shm.count(), 0);
+}
+
+#[test]
+fn a_joiner_that_maps_ahead_waits_outside() {
+    let shm = Shm::new();
+    let soon = Spec {
+        timeout: Duration::from_millis(50),
+        populate: Populate::Join,
+        ..spec("a", 100, 7168)
+    };
+    let (creator, refused) = open_with_early(&shm, &spec("a", 100, 7168), ControlFlow::Continue(()), || {
+        shm.try_open(&soon)
+    });
+    assert!(is_being_prepared(&refused), "{refused:?}");
+    let _creator = creator.unwrap();
+    assert!(shm.open(&soon).is_ready());
+}
+
+#[test]
+fn a_joiner_backs_what_a_creator_that_gave_up_did_not() {
+    let shm = Shm::new();
+    let spec = spec("a", 100, 7168);
+    let allocated = || shm.file("a").metadata().unwrap().blocks() * 512;
+    let (creator, mut joiner) = open_with_early(&shm, &spec, ControlFlow::Break(()), || shm.open(&spec));
+    assert!(matches!(creator, Err(Error::Interrupted)), "{creator:?}");
+    assert!(!joiner.is_ready());
+    assert_eq!(allocated(), 0, "the creator was interrupted before it backed anything");
+    joiner.wait_until_ready(&mut never_stop()).unwrap();
+    assert!(allocated() >= 100 * 7168);
+    assert_eq!(shm.open(&spec).role(), Role::Joiner);
+    drop(joiner);
+    assert_eq!(shm.count(), 0);
+}

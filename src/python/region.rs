@@ -573,7 +573,8 @@ impl PyRegion {
             Ok(report) => Ok(PyPinOutcome::pinned(report)),
             Err(PinError::Refused(refused, not_undone)) => Ok(PyPinOutcome::refused(*refused, &not_undone)),
             Err(PinError::NotTakenBack(refusals)) => Ok(PyPinOutcome::not_taken_back(&refusals)),
-            Err(PinError::Closed) => Err(errors::to_python(py, &crate::Error::Closed)),
+            // The wait for it came before.
+            Err(PinError::Closed | PinError::NotReady) => Err(errors::to_python(py, &crate::Error::Closed)),
         }
     }
 

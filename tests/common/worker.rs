@@ -10,9 +10,12 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use ec_shared_region::error::Warning;
 use ec_shared_region::mapping::page_bytes;
 use ec_shared_region::pin::{HostRegistrar, Refusal};
 use ec_shared_region::region::kept_mappings;
+use ec_shared_region::spec::Numa;
+use ec_shared_region::wait::{Host, never_stop};
 use ec_shared_region::{EngineId, Error, Geometry, Region, Role, Spec};
 use nix::libc;
 
@@ -27,6 +30,8 @@ pub struct Worker {
     region: Option<Region>,
     /// A file that this process made as the original class does: no lock, in place.
     original: Option<(PathBuf, File)>,
+    /// What the last constructor warned of.
+    warnings: String,
     /// Told `true` right before the core is called, and `false` right after.
     pub around: Option<fn(bool)>,
 }
@@ -50,9 +55,9 @@ pub fn run(mut extra: impl FnMut(&mut Worker, &[&str]) -> Option<String>) {
     }
 }
 
-/// A spec in words: `id blocks block_size mode populate timeout_ms`.
-pub fn spec(words: &[&str]) -> Spec {
-    Spec {
+/// A spec in words: `id blocks block_size mode populate timeout_ms`, and perhaps `huge=off`, `threads=3` and their like.
+pub fn spec(words: &[&str], options: &[&str]) -> Spec {
+    let mut spec = Spec {
         mode: words[3].parse().unwrap(),
         populate: words[4].parse().unwrap(),
         timeout: Duration::from_millis(words[5].parse().unwrap()),
@@ -60,7 +65,17 @@ pub fn spec(words: &[&str]) -> Spec {
             EngineId::new(words[0]).unwrap(),
             Geometry::new(words[1].parse().unwrap(), words[2].parse().unwrap()).unwrap(),
         )
+    };
+    for option in options {
+        match option.split_once('=').unwrap() {
+            ("huge", word) => spec.huge_pages = word.parse().unwrap(),
+            ("threads", number) => spec.threads = Some(number.parse().unwrap()),
+            ("numa", "interleave") => spec.numa = Numa::Interleave,
+            ("numa", node) => spec.numa = Numa::Node(node.parse().unwrap()),
+            other => panic!("{other:?}"),
+        }
     }
+    spec
 }
 
 /// `err` and the class of the error, its errno, and its text.
@@ -74,7 +89,18 @@ impl Worker {
     pub fn execute(&mut self, words: &[&str]) -> String {
         match *words {
             ["open", ref rest @ ..] => self.open(rest),
+            // Opens, and has the bytes.
+            ["use", ref rest @ ..] => match (self.open(rest), self.wait_until_ready()) {
+                (opened, ready) if ready == "ok" || opened.starts_with("err") => opened,
+                (_, refused) => refused,
+            },
+            ["ready"] => self.wait_until_ready(),
+            ["warnings"] => format!("ok {}", self.warnings),
             ["pin", refuse_at] => self.pin(refuse_at.parse().unwrap()),
+            ["unpin"] => match self.region.as_mut().unwrap().unpin() {
+                Ok(true) => "ok".into(),
+                other => format!("err Unpin 0 {other:?}"),
+            },
             ["close"] => self.close(),
             ["fill", byte] => self.fill(byte.parse().unwrap()),
             ["check", byte] => self.check(byte.parse().unwrap()),
@@ -97,21 +123,33 @@ impl Worker {
         }
     }
 
-    /// The words of a spec, and the checkpoint at which the caller wants to stop (0: never).
+    /// The words of a spec, the checkpoint at which the caller wants to stop (0: never), and options; with `pause`
+    /// among them the process stops there first, for others to do something.
     pub fn open(&mut self, words: &[&str]) -> String {
         let mut left: usize = words[6].parse().unwrap();
-        let mut checkpoint = move || {
+        let mut options = words[7..].to_vec();
+        options.retain(|option| *option != "pause");
+        let is_pausing = options.len() < words[7..].len();
+        let checkpoint = move || {
             left = left.wrapping_sub(1);
-            if left == 0 {
-                ControlFlow::Break(())
-            } else {
-                ControlFlow::Continue(())
+            if left > 0 {
+                return ControlFlow::Continue(());
             }
+            if is_pausing {
+                // SAFETY: raise takes an integer.
+                unsafe { libc::raise(libc::SIGSTOP) };
+            }
+            ControlFlow::Break(())
         };
-        let spec = spec(words);
+        let spec = spec(words, &options);
+        let mut caller = Caller {
+            checkpoint,
+            warnings: String::new(),
+        };
         self.tell(true);
-        let opened = Region::open_in(&self.directory, &spec, &mut checkpoint);
+        let opened = Region::open_in(&self.directory, &spec, &mut caller);
         self.tell(false);
+        self.warnings = caller.warnings;
         match opened {
             Err(error) => failure(&error),
             Ok((region, _)) => {
@@ -124,6 +162,20 @@ impl Worker {
                 self.region = Some(region);
                 format!("ok {role} {inode}")
             }
+        }
+    }
+
+    fn wait_until_ready(&mut self) -> String {
+        let Some(mut region) = self.region.take() else {
+            return "err Closed 0 there is no region".into();
+        };
+        self.tell(true);
+        let ready = region.wait_until_ready(&mut never_stop());
+        self.tell(false);
+        self.region = Some(region);
+        match ready {
+            Ok(()) => "ok".into(),
+            Err(error) => failure(&error),
         }
     }
 
@@ -181,8 +233,16 @@ impl Worker {
         "ok".into()
     }
 
-    /// Looks at every byte, through the mapping; of an original's file through the file.
+    /// Looks at every byte, through the mapping; of an original's file through the file. In a region of ours there
+    /// is a page behind each of them before it is touched.
     fn check(&mut self, byte: u8) -> String {
+        if let Some(region) = &self.region {
+            let allocated = region.file().unwrap().metadata().unwrap().blocks() * 512;
+            let wanted = region.geometry().total_bytes() as u64;
+            if allocated < wanted {
+                return format!("err Check 0 {allocated} of {wanted} bytes are backed");
+            }
+        }
         let expected = vec![byte; 1 << 20];
         let mut seen = vec![!byte; 1 << 20];
         let original = self.original.as_ref().map(|(_, file)| file);
@@ -226,6 +286,22 @@ impl Worker {
         let inode = file.metadata().unwrap().ino();
         self.original = Some((path, file));
         format!("ok creator {inode}")
+    }
+}
+
+/// For whom a region is opened.
+struct Caller<F> {
+    checkpoint: F,
+    warnings: String,
+}
+
+impl<F: FnMut() -> ControlFlow<()>> Host for Caller<F> {
+    fn checkpoint(&mut self) -> ControlFlow<()> {
+        (self.checkpoint)()
+    }
+
+    fn warn(&mut self, warning: &Warning) {
+        self.warnings += &format!("{warning:?} ");
     }
 }
 

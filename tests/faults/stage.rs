@@ -2,10 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use nix::libc::EINTR;
+use nix::libc::{self, EINTR};
 
 use crate::common::Shm;
 use crate::common::process::{Event, PATIENCE, Process};
@@ -13,9 +14,7 @@ use crate::table::{Outcome, Row, Times};
 
 const ID: &str = "a";
 const NEIGHBOUR: &str = "neighbour";
-/// Nine blocks that end within a page.
-const SHAPE: &str = "9 7168";
-const TOTAL_BYTES: usize = 9 * 7168;
+const BLOCK_BYTES: usize = 7168;
 /// What those who live have written.
 const KEPT: u8 = 0xb5;
 /// The victim's timeout, in milliseconds.
@@ -38,15 +37,34 @@ pub enum Before {
     Original,
     /// One that dies when the victim has joined.
     LeavingOriginal,
+    /// A creator of ours that has backed nothing when the victim joins, and is then interrupted.
+    AbandoningCreator,
+}
+
+/// What the victim does while calls fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Operation {
+    Open,
+    /// Waits until every byte is backed.
+    GetReady,
+    Close,
 }
 
 #[derive(Debug)]
 pub struct Role {
     pub name: &'static str,
     pub before: Before,
-    pub is_closing: bool,
+    pub operation: Operation,
+    /// Its last block ends within a page.
+    pub blocks: usize,
+    /// What the victim asks for besides.
+    pub options: &'static str,
     /// What fails in any case: `call/nth/for_ever/errno`.
     pub base: &'static str,
+    /// The calls that fail in turn, if not all.
+    pub only: &'static [&'static str],
+    /// Is the victim told that the mount gives huge pages?
+    pub has_huge_mount: bool,
 }
 
 impl Role {
@@ -65,6 +83,14 @@ impl Role {
         self.base.starts_with("fcntl(F_SETLEASE)")
     }
 
+    fn total_bytes(&self) -> usize {
+        self.blocks * BLOCK_BYTES
+    }
+
+    fn shape(&self) -> String {
+        format!("{} {BLOCK_BYTES}", self.blocks)
+    }
+
     /// Does it call that as often the next time? Other processes come and go.
     pub fn calls_as_often_again(&self, times: usize) -> bool {
         !self.looks_through_proc() || times < 12
@@ -75,17 +101,29 @@ const fn opens(name: &'static str, before: Before, base: &'static str) -> Role {
     Role {
         name,
         before,
-        is_closing: false,
+        operation: Operation::Open,
+        blocks: 9,
+        options: "",
         base,
+        only: &[],
+        has_huge_mount: false,
     }
 }
 
 const fn closes(name: &'static str, before: Before) -> Role {
     Role {
-        name,
-        before,
-        is_closing: true,
-        base: "-",
+        operation: Operation::Close,
+        ..opens(name, before, "-")
+    }
+}
+
+/// 3 MiB and a bit: a huge page and a tail.
+const fn opens_huge(name: &'static str, base: &'static str, only: &'static [&'static str]) -> Role {
+    Role {
+        blocks: 439,
+        options: "threads=1",
+        only,
+        ..opens(name, Before::Nothing, base)
     }
 }
 
@@ -97,16 +135,70 @@ pub const ROLES: &[Role] = &[
         "openat(O_TMPFILE)/1/for_ever/95", // EOPNOTSUPP
     ),
     opens("create_where_links_are_refused", Before::Nothing, "linkat/1/for_ever/1"), // EPERM
-    opens(
-        "create_where_fallocate_is_unknown",
-        Before::Nothing,
-        "fallocate/1/for_ever/95",
-    ),
+    // A small region is backed by faults alone.
+    Role {
+        options: "threads=1 huge=off",
+        ..opens_huge(
+            "create_where_fallocate_is_unknown",
+            "fallocate/1/for_ever/95",
+            &[
+                "posix_fallocate",
+                "madvise(MADV_POPULATE_WRITE)",
+                "mmap",
+                "munmap",
+                "fstat",
+            ],
+        )
+    },
     opens(
         "create_where_populate_is_unknown",
         Before::Nothing,
-        "madvise/1/for_ever/22",
-    ), // EINVAL
+        "madvise(MADV_POPULATE_WRITE)/1/for_ever/22", // EINVAL
+    ),
+    opens_huge(
+        "create_with_huge_pages",
+        "-",
+        &[
+            "fallocate",
+            "fstat",
+            "ioctl(PAGEMAP_SCAN)",
+            "madvise(MADV_COLLAPSE)",
+            "madvise(MADV_POPULATE_WRITE)",
+            "mmap",
+            "mremap",
+            "munmap",
+            "open(mountinfo)",
+            "open(pagemap)",
+        ],
+    ),
+    opens_huge(
+        "create_with_huge_pages_where_they_cannot_be_counted",
+        "ioctl(PAGEMAP_SCAN)/1/for_ever/25", // ENOTTY
+        &["open(smaps)"],
+    ),
+    Role {
+        has_huge_mount: true,
+        ..opens_huge(
+            "create_where_the_mount_has_huge_pages",
+            "-",
+            &[
+                "fallocate",
+                "madvise(MADV_HUGEPAGE)",
+                "madvise(MADV_NOHUGEPAGE)",
+                "madvise(MADV_POPULATE_WRITE)",
+                "open(mountinfo)",
+            ],
+        )
+    },
+    Role {
+        options: "threads=3 huge=off",
+        ..opens_huge("create_in_threads", "-", &["pthread_create"])
+    },
+    Role {
+        options: "numa=interleave",
+        only: &["mbind", "get_mempolicy"],
+        ..opens("create_on_all_nodes", Before::Nothing, "-")
+    },
     opens("reclaim", Before::Dead, "-"),
     opens(
         "reclaim_where_leases_are_refused",
@@ -116,6 +208,10 @@ pub const ROLES: &[Role] = &[
     opens("sweep", Before::DeadOthers, "-"),
     opens("join", Before::Creator, "-"),
     opens("join_an_original", Before::Original, "-"),
+    Role {
+        operation: Operation::GetReady,
+        ..opens("take_over", Before::AbandoningCreator, "-")
+    },
     closes("close_as_creator", Before::Nothing),
     closes("close_as_joiner", Before::Creator),
     closes("close_as_last_one_out", Before::LeavingOriginal),
@@ -157,18 +253,33 @@ impl<'r> Stage<'r> {
             neighbour,
             neighbour_inode: shm.inode(NEIGHBOUR),
             holder: None,
-            victim: Self::preloaded(&shm, shim),
+            victim: Self::preloaded(role, &shm, shim),
             next: Process::start(shm.path(), []),
             shm,
         }
     }
 
-    fn preloaded(shm: &Shm, shim: &Path) -> Process {
-        Process::start(shm.path(), [("LD_PRELOAD", shim.display().to_string())])
+    fn preloaded(role: &Role, shm: &Shm, shim: &Path) -> Process {
+        let mut variables = vec![("LD_PRELOAD", shim.display().to_string())];
+        if role.has_huge_mount {
+            let mounts = shm.path().join("mountinfo");
+            let device = shm.path().metadata().unwrap().dev();
+            let number = format!("{}:{}", libc::major(device), libc::minor(device));
+            fs::write(&mounts, format!("1 1 {number} / / rw - tmpfs tmpfs rw,huge=advise\n")).unwrap();
+            variables.push(("FAULTS_MOUNTINFO", mounts.display().to_string()));
+        }
+        Process::start(shm.path(), variables)
     }
 
     fn restart_victim(&mut self) {
-        self.victim = Self::preloaded(&self.shm, &self.shim);
+        self.victim = Self::preloaded(self.role, &self.shm, &self.shim);
+    }
+
+    /// Every name of the directory but the victim's own mounts.
+    fn names(&self) -> Vec<String> {
+        let mut names = self.shm.names();
+        names.retain(|name| name != "mountinfo");
+        names
     }
 
     /// What a healthy operation calls, and how often.
@@ -199,14 +310,29 @@ impl<'r> Stage<'r> {
             Before::Creator if self.holder.is_some() => {} // the same through all cases
             Before::Creator => {
                 let holder = self.holder.insert(Process::start(self.shm.path(), []));
-                must(holder, &format!("open {ID} {SHAPE} create create 1000 0"), PATIENCE)?;
+                must(
+                    holder,
+                    &format!("open {ID} {} create create 1000 0", self.role.shape()),
+                    PATIENCE,
+                )?;
                 must(holder, &format!("fill {KEPT}"), PATIENCE)?;
             }
             Before::Original | Before::LeavingOriginal => {
                 let start = || Process::start(self.shm.path(), []);
                 let holder = self.holder.get_or_insert_with(start);
                 must(holder, &format!("original {ID}"), PATIENCE)?;
-                must(holder, &format!("size {TOTAL_BYTES}"), PATIENCE)?;
+                must(holder, &format!("size {}", self.role.total_bytes()), PATIENCE)?;
+            }
+            Before::AbandoningCreator => {
+                let start = || Process::start(self.shm.path(), []);
+                let holder = self.holder.get_or_insert_with(start);
+                // At its fourth checkpoint it has published; the others are those of two looks and a sweep.
+                let shape = self.role.shape();
+                holder.tell(&format!("open {ID} {shape} create_or_join create 5000 4 pause"));
+                let event = holder.event(PATIENCE);
+                require(event == Event::Stopped && self.shm.inode(ID).is_some(), || {
+                    format!("the creator: {event:?}")
+                })?;
             }
         }
         must(&mut self.victim, "mark", PATIENCE).map(drop)
@@ -216,16 +342,34 @@ impl<'r> Stage<'r> {
     fn operate(&mut self, rules: &str, deadline: Duration) -> Result<Event, String> {
         // The first rule that fits counts.
         let rules = format!("{rules},{}", self.role.base);
-        let open = format!("open {ID} {SHAPE} create_or_join join");
-        if !self.role.is_closing {
-            self.victim.tell(&format!("faulty {rules} {open} {TIMEOUT} 0"));
-            return Ok(self.victim.event(deadline));
+        let (shape, options) = (self.role.shape(), self.role.options);
+        // Who maps ahead does not come in early.
+        let populate = if self.role.operation == Operation::GetReady {
+            "create"
+        } else {
+            "join"
+        };
+        let open = |timeout: u32| format!("open {ID} {shape} create_or_join {populate} {timeout} 0 {options}");
+        if self.role.operation != Operation::Open {
+            must(&mut self.victim, &open(1000), PATIENCE)?;
         }
-        must(&mut self.victim, &format!("{open} 1000 0"), PATIENCE)?;
-        if let (Before::LeavingOriginal, Some(holder)) = (self.role.before, &mut self.holder) {
-            must(holder, "leave", PATIENCE)?;
+        match (self.role.before, &mut self.holder) {
+            (Before::LeavingOriginal, Some(holder)) => {
+                must(holder, "leave", PATIENCE)?;
+            }
+            (Before::AbandoningCreator, Some(holder)) => {
+                holder.go_on();
+                let answer = holder.answer();
+                require(answer.starts_with("err Interrupted"), || answer)?;
+            }
+            _ => {}
         }
-        self.victim.tell(&format!("faulty {rules} close"));
+        let operation = match self.role.operation {
+            Operation::Open => open(TIMEOUT),
+            Operation::GetReady => "ready".into(),
+            Operation::Close => "close".into(),
+        };
+        self.victim.tell(&format!("faulty {rules} {operation}"));
         Ok(self.victim.event(deadline))
     }
 
@@ -248,9 +392,10 @@ impl<'r> Stage<'r> {
     }
 
     fn next_is_well(&mut self, byte: u8) -> Result<(), String> {
+        let shape = self.role.shape();
         must(
             &mut self.next,
-            &format!("open {ID} {SHAPE} create_or_join join 5000 0"),
+            &format!("use {ID} {shape} create_or_join join 5000 0"),
             SOON,
         )?;
         must(&mut self.next, &format!("check {byte}"), PATIENCE)?;
@@ -266,7 +411,7 @@ impl<'r> Stage<'r> {
             }
             (_, None) => {}
         }
-        let names = self.shm.names();
+        let names = self.names();
         require(names == left, || format!("left behind: {names:?}"))?;
         require(self.shm.inode(NEIGHBOUR) == self.neighbour_inode, || {
             "the neighbour was robbed".into()
@@ -298,10 +443,18 @@ impl<'r> Stage<'r> {
             format!("`{answer}` is not one of {allowed:?}")
         })?;
         match outcome {
-            Outcome::Works if !self.role.is_closing => {
+            Outcome::Works if self.role.operation != Operation::Close => {
                 let byte = self.inherited();
+                if ["mbind", "get_mempolicy"].contains(&row.call) {
+                    let warned = must(&mut self.victim, "warnings", PATIENCE)?;
+                    require(warned.contains("Numa"), || format!("no warning: `{warned}`"))?;
+                }
                 must(&mut self.victim, &format!("check {byte}"), PATIENCE)?;
-                self.can_be_joined(&answer, byte, JOIN_PATIENCE_MS)?;
+                if self.role.operation == Operation::Open {
+                    let inode = answer.rsplit(' ').next().and_then(|inode| inode.parse().ok());
+                    require(self.shm.inode(ID) == inode, || format!("no name: `{answer}`"))?;
+                }
+                self.can_be_joined(byte, JOIN_PATIENCE_MS)?;
                 // Where nothing can be announced, only totals can be compared.
                 if errno == EINTR && times == Times::Once && self.role.before == Before::Nothing {
                     self.is_refused_to_another_shape()?;
@@ -314,24 +467,26 @@ impl<'r> Stage<'r> {
     }
 
     /// A region that was handed out is everybody's.
-    fn can_be_joined(&mut self, answer: &str, byte: u8, patience: u32) -> Result<(), String> {
+    fn can_be_joined(&mut self, byte: u8, patience: u32) -> Result<(), String> {
+        let shape = self.role.shape();
         let joined = must(
             &mut self.next,
-            &format!("open {ID} {SHAPE} create_or_join join {patience} 0"),
+            &format!("use {ID} {shape} create_or_join join {patience} 0"),
             SOON,
         )?;
-        let inode = |answer: &str| answer.rsplit(' ').next().map(str::to_owned);
-        require(
-            joined.starts_with("ok joiner") && inode(&joined) == inode(answer),
-            || format!("a twin: `{answer}` and `{joined}`"),
-        )?;
+        let expected = self.shm.inode(ID).map(|inode| format!("ok joiner {inode}"));
+        require(expected.as_ref() == Some(&joined), || {
+            format!("a twin: `{joined}`, not {expected:?}")
+        })?;
         must(&mut self.next, &format!("check {byte}"), PATIENCE)?;
         must(&mut self.next, "close", SOON).map(drop)
     }
 
     /// The same total, and another block size.
     fn is_refused_to_another_shape(&mut self) -> Result<(), String> {
-        let answer = self.next.ask(&format!("open {ID} 63 1024 create_or_join join 900 0"));
+        let blocks = 7 * self.role.blocks;
+        let open = format!("open {ID} {blocks} 1024 create_or_join join 900 0");
+        let answer = self.next.ask(&open);
         require(answer.starts_with("err GeometryMismatch"), || {
             format!("another shape was let in: `{answer}`")
         })
@@ -342,15 +497,15 @@ impl<'r> Stage<'r> {
     fn has_left_nothing(&self, times: Times) -> Result<(), String> {
         // Where somebody else holds it, the name must stay.
         let is_its_own = matches!(self.role.before, Before::Nothing | Before::Dead | Before::DeadOthers);
-        if self.role.is_closing || !is_its_own || times == Times::ForEver {
+        if self.role.operation == Operation::Close || !is_its_own || times == Times::ForEver {
             return Ok(());
         }
         let is_of_the_victim = |name: &String| match self.shm.path().join(name).metadata() {
             // The dead file may be there still.
-            Ok(meta) => self.role.before != Before::Dead || meta.len() == TOTAL_BYTES as u64,
+            Ok(meta) => self.role.before != Before::Dead || meta.len() == self.role.total_bytes() as u64,
             Err(_) => false,
         };
-        let mut names = self.shm.names();
+        let mut names = self.names();
         names.retain(|name| !name.contains(NEIGHBOUR) && !name.contains("dead") && is_of_the_victim(name));
         require(names.is_empty(), || format!("its error left {names:?} behind"))
     }
@@ -373,7 +528,7 @@ impl<'r> Stage<'r> {
         self.restart_victim();
         self.next = Process::start(self.shm.path(), []);
         self.holder = None;
-        for name in self.shm.names() {
+        for name in self.names() {
             if !name.contains(NEIGHBOUR) {
                 let _ = fs::remove_file(self.shm.path().join(name));
             }
@@ -387,6 +542,6 @@ impl<'r> Stage<'r> {
         }
         self.neighbour.must(&format!("check {KEPT}"));
         self.neighbour.must("close");
-        assert_eq!(self.shm.names(), [""; 0]);
+        assert_eq!(self.names(), [""; 0]);
     }
 }

@@ -1,5 +1,6 @@
 //! The roles, and the steps that each reaches: an explicit table, which the tests prove complete.
 
+use ec_shared_region::huge;
 use ec_shared_region::mapping::page_bytes;
 use ec_shared_region::step::Step::{self, *};
 
@@ -9,8 +10,8 @@ pub enum Before {
     Nothing,
     /// A creator of ours, which holds the region.
     Creator,
-    /// A creator of ours that is stopped while it reserves.
-    StoppedCreator,
+    /// A creator of ours that is stopped at a step.
+    StoppedCreator(Step, usize),
     /// A process of the original class, whose file has its size and no pages.
     Original,
     /// One that has not sized its file yet.
@@ -21,22 +22,26 @@ pub enum Before {
     DeadOthers,
 }
 
-/// What happens between the victim's opening and its closing.
+/// What happens between the victim's opening and its use of the bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Between {
     Nothing,
     AnotherJoins,
     TheHolderIsKilled,
+    /// In the midst of the opening, at the checkpoint at which the victim is then interrupted.
+    AnotherComesInEarly,
 }
 
-/// Which steps are tried that are not in the table, to see that it is complete.
+/// Which steps are tried, of those in the table and, to see that it is complete, of those that are not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Complete {
     All,
     /// The others, and all but the last time of these, are those of another role.
     LastOfTheTable,
-    /// How often a process that waits looks is not determined: it dies at the third look, and goes no further.
-    ThirdLookOnly,
+    /// How often these are reached is not determined, but at least so often: the last time is tried.
+    LastOnly,
+    /// The same, and every time is tried.
+    TheseOnly,
 }
 
 #[derive(Debug)]
@@ -47,10 +52,17 @@ pub struct Role {
     /// Blocks and the size of one, in pages.
     pub blocks: usize,
     pub block_pages: usize,
+    /// What the victim asks for: `populate`, and options of the worker.
+    pub populate: &'static str,
+    pub options: &'static str,
     /// The checkpoint at which the victim is asked to stop opening, which makes it undo all.
     pub interrupted_at: usize,
     /// The registration that the device refuses.
     pub refused_at: usize,
+    /// Does it wait until every byte is backed, and pin?
+    pub uses_the_bytes: bool,
+    /// Does it take the registration back, and register again?
+    pub pins_twice: bool,
     pub complete: Complete,
     /// How often each is reached by a victim that opens, pins and closes.
     pub steps: &'static [(Step, usize)],
@@ -62,21 +74,35 @@ const USUAL: Role = Role {
     between: Between::Nothing,
     blocks: 8,
     block_pages: 1,
+    populate: "create",
+    options: "",
     interrupted_at: 0,
     refused_at: 0,
+    uses_the_bytes: true,
+    pins_twice: false,
     complete: Complete::All,
     steps: &[],
 };
 
-/// 66 MiB where a page has 4 KiB: two pieces to reserve, five to map ahead.
+/// 66 MiB where a page has 4 KiB: five pieces at least, of 16 MiB at most; two where it is only reserved.
 const LARGE: Role = Role {
     blocks: 66,
     block_pages: 256,
-    complete: Complete::LastOfTheTable,
+    options: "threads=1 huge=off",
+    complete: Complete::LastOnly,
     ..USUAL
 };
 
-// `lock` and `probe` count the neighbour too, whom whoever sweeps looks at.
+/// 3 MiB: a huge page and a tail, each a piece.
+const HUGE: Role = Role {
+    blocks: 3,
+    block_pages: 256,
+    options: "threads=1",
+    ..USUAL
+};
+
+// `lock` and `probe` count the neighbour too, whom whoever sweeps looks at. Who goes looks without the lock first: where
+// somebody of ours is left it takes none.
 pub const ROLES: &[Role] = &[
     Role {
         name: "creator",
@@ -87,58 +113,172 @@ pub const ROLES: &[Role] = &[
             (Publish, 1),
             (Link, 1),
             (Linked, 1),
-            (Reserve, 1),
             (Map, 1),
-            (EndPreparing, 1),
             (MapAhead, 1),
+            (EndPreparing, 1),
             (Opened, 1),
             (Register, 3),
             (Close, 1),
             (DropName, 1),
             (Unregister, 1),
-            (Unmap, 1),
+            (Unpin, 1),
             (CloseFile, 1),
+            (Unmap, 1),
         ],
         ..USUAL
     },
     Role {
+        name: "creator_that_only_reserves",
+        populate: "never",
+        complete: Complete::LastOfTheTable,
+        steps: &[(Map, 1), (Reserve, 1), (EndPreparing, 1), (Opened, 1)],
+        ..USUAL
+    },
+    Role {
+        name: "creator_with_huge_pages",
+        steps: &[
+            (Lock, 4),
+            (Probe, 3),
+            (CheckRoom, 1),
+            (Publish, 1),
+            (Link, 1),
+            (Linked, 1),
+            (Map, 1),
+            (Reserve, 2),
+            (Collapse, 1),
+            (MapAhead, 2),
+            (EndPreparing, 1),
+            (Opened, 1),
+            (Close, 1),
+            (DropName, 1),
+            (Unregister, 1),
+            (Unpin, 1),
+            (CloseFile, 1),
+            (Unmap, 1),
+        ],
+        complete: Complete::LastOfTheTable,
+        ..HUGE
+    },
+    Role {
         name: "creator_of_a_large_region",
-        steps: &[(Reserve, 2), (MapAhead, 5)],
+        steps: &[(Reserve, 5), (MapAhead, 5)],
+        ..LARGE
+    },
+    // Which thread is at it is anybody's guess.
+    Role {
+        name: "creator_of_several_threads",
+        options: "threads=4 huge=off",
+        complete: Complete::TheseOnly,
+        steps: &[(Reserve, 4), (MapAhead, 4)],
         ..LARGE
     },
     Role {
         name: "joiner",
         before: Before::Creator,
         steps: &[
-            (Lock, 2),
-            (Probe, 2),
+            (Lock, 1),
+            (Probe, 1),
             (Assess, 1),
             (Attach, 1),
             (Attached, 1),
             (JoinReserve, 1),
             (JoinMap, 1),
-            (MapAhead, 1),
             (Opened, 1),
             (Register, 3),
             (Close, 1),
             (Unregister, 1),
-            (Unmap, 1),
+            (Unpin, 1),
             (CloseFile, 1),
+            (Unmap, 1),
             (LastOut, 1),
+        ],
+        ..USUAL
+    },
+    Role {
+        name: "joiner_that_maps_ahead",
+        before: Before::Creator,
+        populate: "join",
+        complete: Complete::LastOfTheTable,
+        steps: &[
+            (Assess, 1),
+            (JoinReserve, 1),
+            (JoinMap, 1),
+            (JoinMapAhead, 1),
+            (Opened, 1),
         ],
         ..USUAL
     },
     Role {
         name: "joiner_of_a_large_region",
         before: Before::Creator,
-        steps: &[(MapAhead, 5)],
+        populate: "join",
+        steps: &[(JoinMapAhead, 5)],
         ..LARGE
     },
     Role {
         name: "joiner_that_waits",
-        before: Before::StoppedCreator,
-        complete: Complete::ThirdLookOnly,
+        before: Before::StoppedCreator(MapAhead, 1),
+        populate: "join",
+        complete: Complete::LastOnly,
         steps: &[(Lock, 3), (Probe, 3), (Assess, 3)],
+        ..USUAL
+    },
+    Role {
+        name: "joiner_that_comes_in_early",
+        before: Before::StoppedCreator(MapAhead, 1),
+        complete: Complete::TheseOnly,
+        steps: &[
+            (Lock, 1),
+            (Probe, 1),
+            (Assess, 1),
+            (Attach, 1),
+            (Attached, 1),
+            (JoinReserve, 1),
+            (JoinMap, 1),
+            (Opened, 1),
+            (AwaitBacking, 3),
+        ],
+        ..USUAL
+    },
+    Role {
+        name: "joiner_that_takes_over_a_half_made_region",
+        before: Before::StoppedCreator(Reserve, 2),
+        between: Between::TheHolderIsKilled,
+        complete: Complete::LastOfTheTable,
+        steps: &[
+            (AwaitBacking, 1),
+            (Reserve, 1),
+            (Close, 1),
+            (Unregister, 1),
+            (CloseFile, 1),
+            (Unmap, 1),
+            (LastOut, 1),
+            (Lock, 2),
+            (Probe, 2),
+            (Reclaim, 1),
+            (Reclaimed, 1),
+        ],
+        ..HUGE
+    },
+    Role {
+        name: "closer_before_every_byte_is_backed",
+        before: Before::StoppedCreator(MapAhead, 1),
+        uses_the_bytes: false,
+        steps: &[
+            (Lock, 1),
+            (Probe, 1),
+            (Assess, 1),
+            (Attach, 1),
+            (Attached, 1),
+            (JoinReserve, 1),
+            (JoinMap, 1),
+            (Opened, 1),
+            (Close, 1),
+            (Unregister, 1),
+            (CloseFile, 1),
+            (Unmap, 1),
+            (LastOut, 1),
+        ],
         ..USUAL
     },
     Role {
@@ -153,13 +293,13 @@ pub const ROLES: &[Role] = &[
             (JoinReserve, 1),
             (Reserve, 1),
             (JoinMap, 1),
-            (MapAhead, 1),
             (Opened, 1),
             (Register, 3),
             (Close, 1),
             (Unregister, 1),
-            (Unmap, 1),
+            (Unpin, 1),
             (CloseFile, 1),
+            (Unmap, 1),
             (LastOut, 1),
         ],
         ..USUAL
@@ -167,13 +307,14 @@ pub const ROLES: &[Role] = &[
     Role {
         name: "joiner_of_a_large_original",
         before: Before::Original,
-        steps: &[(Reserve, 2), (MapAhead, 5)],
+        populate: "join",
+        steps: &[(Reserve, 2), (JoinMapAhead, 5)],
         ..LARGE
     },
     Role {
         name: "joiner_that_waits_for_an_original",
         before: Before::UnsizedOriginal,
-        complete: Complete::ThirdLookOnly,
+        complete: Complete::LastOnly,
         steps: &[(Lock, 3), (Probe, 3), (Assess, 3)],
         ..USUAL
     },
@@ -201,17 +342,17 @@ pub const ROLES: &[Role] = &[
             (Publish, 1),
             (Link, 1),
             (Linked, 1),
-            (Reserve, 1),
             (Map, 1),
-            (EndPreparing, 1),
             (MapAhead, 1),
+            (EndPreparing, 1),
             (Opened, 1),
             (Register, 3),
             (Close, 1),
             (DropName, 1),
             (Unregister, 1),
-            (Unmap, 1),
+            (Unpin, 1),
             (CloseFile, 1),
+            (Unmap, 1),
         ],
         ..USUAL
     },
@@ -224,8 +365,9 @@ pub const ROLES: &[Role] = &[
             (Close, 1),
             (DropName, 1),
             (Unregister, 1),
-            (Unmap, 1),
+            (Unpin, 1),
             (CloseFile, 1),
+            (Unmap, 1),
         ],
         ..USUAL
     },
@@ -238,8 +380,9 @@ pub const ROLES: &[Role] = &[
             (Register, 3),
             (Close, 1),
             (Unregister, 1),
-            (Unmap, 1),
+            (Unpin, 1),
             (CloseFile, 1),
+            (Unmap, 1),
             (LastOut, 1),
             (Lock, 2),
             (Probe, 2),
@@ -249,16 +392,27 @@ pub const ROLES: &[Role] = &[
         ..USUAL
     },
     Role {
+        name: "unpinner",
+        pins_twice: true,
+        complete: Complete::LastOfTheTable,
+        steps: &[(Register, 6), (Unpin, 2), (Close, 1)],
+        ..USUAL
+    },
+    Role {
         name: "abandoner_before_a_byte_is_reserved",
         interrupted_at: 4,
         steps: &[
             (Lock, 4),
-            (Probe, 3),
+            (Probe, 4),
             (CheckRoom, 1),
             (Publish, 1),
             (Link, 1),
             (Linked, 1),
+            (Map, 1),
             (Abandon, 1),
+            (LastOut, 1),
+            (Reclaim, 1),
+            (Reclaimed, 1),
         ],
         ..USUAL
     },
@@ -272,14 +426,22 @@ pub const ROLES: &[Role] = &[
             (Publish, 1),
             (Link, 1),
             (Linked, 1),
-            (Reserve, 1),
-            (EndPreparing, 1),
             (Map, 1),
+            (MapAhead, 1),
             (Abandon, 1),
             (LastOut, 1),
             (Reclaim, 1),
             (Reclaimed, 1),
         ],
+        ..USUAL
+    },
+    Role {
+        name: "abandoner_with_a_joiner_inside",
+        between: Between::AnotherComesInEarly,
+        options: "pause",
+        interrupted_at: 4,
+        complete: Complete::LastOfTheTable,
+        steps: &[(Abandon, 1), (LastOut, 1)],
         ..USUAL
     },
     Role {
@@ -308,17 +470,17 @@ const RECLAIMER: &[(Step, usize)] = &[
     (Publish, 1),
     (Link, 1),
     (Linked, 1),
-    (Reserve, 1),
     (Map, 1),
-    (EndPreparing, 1),
     (MapAhead, 1),
+    (EndPreparing, 1),
     (Opened, 1),
     (Register, 3),
     (Close, 1),
     (DropName, 1),
     (Unregister, 1),
-    (Unmap, 1),
+    (Unpin, 1),
     (CloseFile, 1),
+    (Unmap, 1),
 ];
 
 pub fn named(name: &str) -> &'static Role {
@@ -328,7 +490,7 @@ pub fn named(name: &str) -> &'static Role {
 impl Role {
     /// Every step and occurrence at which a victim in this role dies.
     pub fn places(&self) -> Vec<(Step, usize)> {
-        let is_last_only = self.complete != Complete::All;
+        let is_last_only = matches!(self.complete, Complete::LastOfTheTable | Complete::LastOnly);
         self.steps
             .iter()
             .flat_map(|&(step, times)| (if is_last_only { times } else { 1 }..=times).map(move |nth| (step, nth)))
@@ -344,7 +506,7 @@ impl Role {
         match self.complete {
             Complete::All => Step::ALL.iter().map(|&step| (step, once_more(step))).collect(),
             Complete::LastOfTheTable => self.steps.iter().map(|&(step, times)| (step, times + 1)).collect(),
-            Complete::ThirdLookOnly => Vec::new(),
+            Complete::LastOnly | Complete::TheseOnly => Vec::new(),
         }
     }
 
@@ -375,6 +537,21 @@ impl Role {
 
     /// Does the victim, killed there, leave a live region whose name it has taken away?
     pub fn has_dropped_the_name(&self, step: Step) -> bool {
-        self.between == Between::AnotherJoins && matches!(step, Unregister | Unmap | CloseFile)
+        self.between == Between::AnotherJoins && matches!(step, Unregister | Unpin | Unmap | CloseFile)
+    }
+
+    /// Why this machine has no such role.
+    pub fn is_impossible(&self) -> Option<String> {
+        if self.options.contains("huge=off") || self.total_bytes() < 2 << 20 {
+            return None;
+        }
+        let device = std::os::unix::fs::MetadataExt::dev(&std::fs::metadata("/dev/shm").unwrap());
+        match huge::huge_page_bytes() {
+            // One of them and a tail: two pieces.
+            Some(bytes) if bytes != self.total_bytes() / 3 * 2 => Some(format!("a huge page has {bytes} bytes here")),
+            Some(_) if huge::mount_gives_huge_pages(device) => Some("/dev/shm has huge pages of its own".into()),
+            Some(_) => None,
+            None => Some("this kernel has no huge pages".into()),
+        }
     }
 }

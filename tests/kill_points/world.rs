@@ -15,11 +15,13 @@ const NEIGHBOUR: &str = "neighbour";
 const KEPT: u8 = 0xb5;
 /// "At once", and "in under a second".
 const SOON: Duration = Duration::from_secs(1);
+/// A large region takes its time, where everything is unoptimised and several tests run at once.
+const SOON_FOR_LARGE: Duration = Duration::from_secs(5);
 /// How long others wait for somebody who is stopped.
 const SHORT: Duration = Duration::from_millis(120);
 
 pub struct World<'r> {
-    role: &'r Role,
+    pub role: &'r Role,
     shm: Shm,
     neighbour: RefCell<Process>,
     neighbour_inode: u64,
@@ -33,6 +35,32 @@ pub struct World<'r> {
 struct Live {
     inode: u64,
     byte: u8,
+}
+
+/// The process that dies or stops, and what it does until then: a command, and how its answer begins.
+struct Victim {
+    process: Process,
+    script: Vec<(String, &'static str)>,
+    done: usize,
+    is_asked: bool,
+}
+
+impl Victim {
+    /// The next command, if it is not at it already.
+    fn ask(&mut self) {
+        if !self.is_asked {
+            self.process.tell(&self.script[self.done].0);
+            self.is_asked = true;
+        }
+    }
+
+    #[track_caller]
+    fn has_answered(&mut self, answer: &str) {
+        let (command, expected) = &self.script[self.done];
+        assert!(answer.starts_with(expected), "`{command}`: {answer}");
+        self.done += 1;
+        self.is_asked = false;
+    }
 }
 
 /// Who holds the region beside the victim.
@@ -65,15 +93,45 @@ impl<'r> World<'r> {
         }
     }
 
-    fn open(&self, blocks: usize, timeout: Duration) -> String {
+    /// A constructor that then waits for its bytes.
+    fn use_(&self, blocks: usize, timeout: Duration, populate: &str) -> String {
         let size = self.role.block_size_bytes();
         let millis = timeout.as_millis();
-        // Who joins maps ahead too, so that the step is reached in that role.
-        format!("open {ID} {blocks} {size} create_or_join join {millis} 0")
+        format!("use {ID} {blocks} {size} create_or_join {populate} {millis} 0")
     }
 
-    fn victim(&self, variable: &'static str, step: Step, nth: usize) -> Process {
-        Process::start(self.shm.path(), [(variable, format!("{}:{nth}", step.name()))])
+    fn victim(&self, variable: &'static str, step: Step, nth: usize) -> Victim {
+        let role = self.role;
+        let (size, blocks, at) = (role.block_size_bytes(), role.blocks, role.interrupted_at);
+        let millis = PATIENCE.as_millis();
+        let (populate, options) = (role.populate, role.options);
+        let open = format!("open {ID} {blocks} {size} create_or_join {populate} {millis} {at} {options}");
+        let script = if at > 0 {
+            vec![(open, "err Interrupted")]
+        } else {
+            let mut script = vec![(open, "ok")];
+            if role.uses_the_bytes {
+                // A large region has other pieces; its pinning is that of the small one.
+                let pinned = match role.refused_at {
+                    0 if role.is_large() => "",
+                    0 => "ok 3",
+                    _ => "err Pin",
+                };
+                let pin = (format!("pin {}", role.refused_at), pinned);
+                script.extend([("ready".into(), "ok"), pin.clone()]);
+                if role.pins_twice {
+                    script.extend([("unpin".into(), "ok"), pin]);
+                }
+            }
+            script.push(("close".into(), "ok"));
+            script
+        };
+        Victim {
+            process: Process::start(self.shm.path(), [(variable, format!("{}:{nth}", step.name()))]),
+            script,
+            done: 0,
+            is_asked: false,
+        }
     }
 
     /// What is there before the victim comes.
@@ -92,13 +150,14 @@ impl<'r> World<'r> {
             }
             Before::Creator => {
                 let mut process = Process::start(self.shm.path(), []);
-                let inode = inode_of(&process.must(&self.open(self.role.blocks, PATIENCE)));
+                let inode = inode_of(&process.must(&self.use_(self.role.blocks, PATIENCE, "create")));
                 process.must(&format!("fill {KEPT}"));
                 holder(process, Some(inode))
             }
-            Before::StoppedCreator => {
-                let mut process = self.victim("EC_SHARED_REGION_STOP_AT", Step::Reserve, 1);
-                process.tell(&self.open(self.role.blocks, PATIENCE));
+            Before::StoppedCreator(step, nth) => {
+                let at = format!("{}:{nth}", step.name());
+                let mut process = Process::start(self.shm.path(), [("EC_SHARED_REGION_STOP_AT", at)]);
+                process.tell(&self.use_(self.role.blocks, PATIENCE, "create"));
                 assert_eq!(process.event(PATIENCE), Event::Stopped);
                 holder(process, None)
             }
@@ -113,43 +172,68 @@ impl<'r> World<'r> {
         }
     }
 
-    /// Lets a holder that was waited for get on with it.
+    /// Lets a holder that was waited for, or that waits for the victim, get on with it.
     fn release(&self, holder: &mut Option<Holder>) {
         let Some(holder) = holder else { return };
-        match self.role.before {
-            Before::StoppedCreator => {
+        match (self.role.before, self.role.between) {
+            (Before::StoppedCreator(..), _) => {
                 holder.process.go_on();
                 let answer = holder.process.answer();
                 assert!(answer.starts_with("ok creator"), "{answer}");
                 holder.inode = Some(inode_of(&answer));
             }
-            Before::UnsizedOriginal => {
+            (Before::UnsizedOriginal, _) => {
                 holder.process.must(&format!("size {}", self.role.total_bytes()));
             }
-            Before::Original => {}
+            (Before::Original, _) => {}
+            (_, Between::AnotherComesInEarly) => {
+                // It is told at once that its creator is gone, and backs the rest itself.
+                holder.process.tell("ready");
+                assert_eq!(holder.process.answer_within(SOON), "ok");
+                holder.process.must("check 0");
+            }
             _ => return,
         }
         holder.process.must(&format!("fill {KEPT}"));
     }
 
-    /// Lets the victim open, pin and close until something else happens than an answer.
-    fn drive(&self, victim: &mut Process, holder: &mut Option<Holder>) -> Event {
-        let (size, blocks) = (self.role.block_size_bytes(), self.role.blocks);
-        let millis = PATIENCE.as_millis();
-        let interrupted_at = self.role.interrupted_at;
-        victim.tell(&format!(
-            "open {ID} {blocks} {size} create_or_join join {millis} {interrupted_at}"
-        ));
-        match self.opened(victim) {
-            Some(event) => return event,
-            None if interrupted_at > 0 => return Event::Exited(0),
-            None => {}
+    /// Lets the victim open, pin and close until something else happens than the right answer.
+    fn drive(&self, victim: &mut Victim, holder: &mut Option<Holder>) -> Event {
+        if self.role.between == Between::AnotherComesInEarly && victim.done == 0 && !victim.is_asked {
+            // At its checkpoint, after it has published and before it has reserved a byte.
+            victim.ask();
+            match victim.process.event(PATIENCE) {
+                Event::Stopped if self.shm.inode(ID).is_some() => {}
+                event => return event,
+            }
+            let (size, blocks) = (self.role.block_size_bytes(), self.role.blocks);
+            let mut process = Process::start(self.shm.path(), []);
+            let millis = PATIENCE.as_millis();
+            let opened = process.must(&format!("open {ID} {blocks} {size} create_or_join create {millis} 0"));
+            assert!(opened.starts_with("joiner"), "{opened}");
+            let inode = Some(inode_of(&opened));
+            *holder = Some(Holder { process, inode });
+            victim.process.go_on();
         }
+        while victim.done < victim.script.len() {
+            victim.ask();
+            match victim.process.event(PATIENCE) {
+                Event::Answer(answer) => victim.has_answered(&answer),
+                event => return event,
+            }
+            if victim.done == 1 {
+                self.between(holder);
+            }
+        }
+        Event::Exited(0)
+    }
+
+    fn between(&self, holder: &mut Option<Holder>) {
         match self.role.between {
-            Between::Nothing => {}
+            Between::Nothing | Between::AnotherComesInEarly => {}
             Between::AnotherJoins => {
                 let mut process = Process::start(self.shm.path(), []);
-                let inode = inode_of(&process.must(&self.open(blocks, PATIENCE)));
+                let inode = inode_of(&process.must(&self.use_(self.role.blocks, PATIENCE, "create")));
                 process.must(&format!("fill {KEPT}"));
                 *holder = Some(Holder {
                     process,
@@ -157,44 +241,6 @@ impl<'r> World<'r> {
                 });
             }
             Between::TheHolderIsKilled => holder.take().unwrap().process.kill(),
-        }
-        self.finish(victim)
-    }
-
-    /// The victim's answer to `open`: `None` if it was the right one.
-    fn opened(&self, victim: &mut Process) -> Option<Event> {
-        match victim.event(PATIENCE) {
-            Event::Answer(answer) => {
-                let expected = if self.role.interrupted_at > 0 {
-                    "err Interrupted"
-                } else {
-                    "ok"
-                };
-                assert!(answer.starts_with(expected), "{answer}");
-                None
-            }
-            event => Some(event),
-        }
-    }
-
-    /// Pins and closes.
-    fn finish(&self, victim: &mut Process) -> Event {
-        victim.tell(&format!("pin {}", self.role.refused_at));
-        match victim.event(PATIENCE) {
-            Event::Answer(answer) => {
-                let expected = if self.role.refused_at > 0 { "err Pin" } else { "ok 3" };
-                // A large region has other pieces; its pinning is that of the small one.
-                assert!(answer.starts_with(expected) || self.role.is_large(), "{answer}");
-            }
-            event => return event,
-        }
-        victim.tell("close");
-        match victim.event(PATIENCE) {
-            Event::Answer(answer) => {
-                assert_eq!(answer, "ok");
-                Event::Exited(0)
-            }
-            event => event,
         }
     }
 
@@ -239,7 +285,7 @@ impl<'r> World<'r> {
     #[track_caller]
     fn has_opened_or_joined(&self, process: &RefCell<Process>, live: Option<Live>, victims: Option<Live>) -> Live {
         let mut process = process.borrow_mut();
-        let answer = process.answer_within(SOON);
+        let answer = process.answer_within(if self.role.is_large() { SOON_FOR_LARGE } else { SOON });
         let opened = answer.strip_prefix("ok ").unwrap_or_else(|| panic!("{answer}"));
         let inode = inode_of(opened);
         let found = match live {
@@ -284,35 +330,37 @@ impl<'r> World<'r> {
         if let Some(holder) = &mut holder {
             self.keeps_its_bytes(holder, name_is_gone);
         }
-        self.next.borrow_mut().tell(&self.open(blocks, PATIENCE));
+        self.next.borrow_mut().tell(&self.use_(blocks, PATIENCE, "create"));
         let live = self.has_opened(&self.next, Self::live(holder.as_ref(), name_is_gone));
-        self.waiter.borrow_mut().tell(&self.open(blocks, PATIENCE));
+        self.waiter.borrow_mut().tell(&self.use_(blocks, PATIENCE, "join"));
         self.has_opened(&self.waiter, Some(live));
         self.close_all(holder, name_is_gone);
     }
 
-    /// The victim is stopped at the step, another waits for it, and then it is killed.
-    pub fn killed_while_another_waits(&self, step: Step, nth: usize) {
-        let _case = Case::new("killed while another waits", self.role, step, nth);
+    /// The victim is stopped at the step, another waits for it, and then it is killed. Who maps ahead waits holding
+    /// nothing, who does not comes in and waits there.
+    pub fn killed_while_another_waits(&self, step: Step, nth: usize, populate: &str) {
+        let what = format!("killed while another (populate={populate}) waits");
+        let _case = Case::new(&what, self.role, step, nth);
         let mut holder = self.prepare();
         let mut victim = self.victim("EC_SHARED_REGION_STOP_AT", step, nth);
         let end = self.drive(&mut victim, &mut holder);
         assert_eq!(end, Event::Stopped, "never reached the step");
         // Only a holder has written anything, and where it was killed the victim's region is that of the holder.
-        let byte = if self.role.between == Between::TheHolderIsKilled {
-            KEPT
-        } else {
-            0
-        };
+        let is_kept = self.role.between == Between::TheHolderIsKilled && self.role.before == Before::Creator;
+        let byte = if is_kept { KEPT } else { 0 };
         let victims = self.shm.inode(ID).map(|inode| Live { inode, byte });
-        self.waiter.borrow_mut().tell(&self.open(self.role.blocks, PATIENCE));
+        let waiters = self.use_(self.role.blocks, PATIENCE, populate);
+        self.waiter.borrow_mut().tell(&waiters);
         std::thread::sleep(Duration::from_millis(10)); // some looks; where it need not wait it is done by now
-        victim.kill();
+        victim.process.kill();
         self.release(&mut holder);
         let name_is_gone = self.role.has_dropped_the_name(step);
         let live = Self::live(holder.as_ref(), name_is_gone);
         let live = self.has_opened_or_joined(&self.waiter, live, victims);
-        self.next.borrow_mut().tell(&self.open(self.role.blocks, PATIENCE));
+        self.next
+            .borrow_mut()
+            .tell(&self.use_(self.role.blocks, PATIENCE, "create"));
         self.has_opened(&self.next, Some(live));
         self.close_all(holder, name_is_gone);
     }
@@ -326,10 +374,12 @@ impl<'r> World<'r> {
         assert_eq!(end, Event::Stopped, "never reached the step");
 
         let began = Instant::now();
-        self.waiter.borrow_mut().tell(&self.open(self.role.blocks, SHORT));
+        // A joiner's two waits are one after the other: for the file, and in it.
+        let waiters = self.use_(self.role.blocks, SHORT, "create");
+        self.waiter.borrow_mut().tell(&waiters);
         let answer = self.waiter.borrow_mut().answer();
         assert!(
-            began.elapsed() < SHORT + SOON,
+            began.elapsed() < 2 * SHORT + SOON,
             "past its deadline: {:?}",
             began.elapsed()
         );
@@ -338,17 +388,31 @@ impl<'r> World<'r> {
             "{answer}"
         );
 
-        victim.go_on();
-        self.release(&mut holder);
-        let ended = self.goes_on(&mut victim);
+        if answer.starts_with("ok creator") && self.role.interrupted_at > 0 {
+            // It is through before the checkpoint at which it would be interrupted, since it only joins.
+            victim.script[0].1 = "";
+            victim.script.push(("close".into(), "ok"));
+        }
+        victim.process.go_on();
+        // Who came in early learns of its creator's end, not of its stop.
+        let is_released_later = self.role.between == Between::AnotherComesInEarly;
+        if !is_released_later {
+            self.release(&mut holder);
+        }
+        let ended = self.drive(&mut victim, &mut holder);
         assert_eq!(ended, Event::Exited(0));
+        if is_released_later {
+            self.release(&mut holder);
+        }
         if answer.starts_with("ok creator") {
             assert_eq!(self.shm.inode(ID), Some(inode_of(&answer)), "the stopped one robbed it");
         }
         self.waiter.borrow_mut().must("close");
         // A joiner whose creator has closed has lost its name for good; else the name is that of who lives.
         let name_is_gone = self.role.between == Between::AnotherJoins;
-        self.next.borrow_mut().tell(&self.open(self.role.blocks, PATIENCE));
+        self.next
+            .borrow_mut()
+            .tell(&self.use_(self.role.blocks, PATIENCE, "create"));
         self.has_opened(&self.next, Self::live(holder.as_ref(), name_is_gone));
         self.close_all(holder, name_is_gone);
     }
@@ -363,14 +427,14 @@ impl<'r> World<'r> {
             Event::Stopped,
             "never reached the step"
         );
-        let mut holder = holder.unwrap().process;
-        holder.tell("close");
+        let mut closer = holder.take().unwrap().process;
+        closer.tell("close");
         // It waits a second for the lock, and then goes without.
-        assert_eq!(holder.answer_within(SOON + SOON), "ok");
+        assert_eq!(closer.answer_within(SOON + SOON), "ok");
         assert_eq!(self.shm.inode(ID), None, "the creator has left its name behind");
-        victim.go_on();
+        victim.process.go_on();
         // With the old region, whose name is gone, or with a new one.
-        assert_eq!(self.goes_on(&mut victim), Event::Exited(0));
+        assert_eq!(self.drive(&mut victim, &mut holder), Event::Exited(0));
         self.close_all(None, true);
     }
 
@@ -390,14 +454,15 @@ impl<'r> World<'r> {
         let inode = inode_of(&original.must(&format!("original {ID}")));
         original.must(&format!("size {}", self.role.total_bytes()));
         original.must(&format!("fill {KEPT}"));
-        victim.go_on();
+        victim.process.go_on();
         if then_joins {
-            assert_eq!(victim.answer(), format!("ok joiner {inode}"));
-            victim.must(&format!("check {KEPT}"));
-            assert_eq!(self.finish(&mut victim), Event::Exited(0));
-        } else {
-            assert_eq!(self.goes_on(&mut victim), Event::Exited(0));
+            let answer = victim.process.answer();
+            assert_eq!(answer, format!("ok joiner {inode}"));
+            victim.has_answered(&answer);
+            victim.process.must("ready");
+            victim.process.must(&format!("check {KEPT}"));
         }
+        assert_eq!(self.drive(&mut victim, &mut holder), Event::Exited(0));
         if let Some(holder) = &mut holder {
             holder.process.must("close");
         }
@@ -405,28 +470,6 @@ impl<'r> World<'r> {
         original.must(&format!("check {KEPT}"));
         original.must("close");
         self.close_all(None, true);
-    }
-
-    /// The rest of the victim's life, from the step on.
-    fn goes_on(&self, victim: &mut Process) -> Event {
-        let answer = victim.answer();
-        // Which of its commands it was in shows in the answer: to `open`, to `pin`, or to `close`.
-        if answer.starts_with("ok creator") || answer.starts_with("ok joiner") {
-            return self.finish(victim);
-        }
-        if answer.starts_with("ok 3") || answer.starts_with("err Pin") {
-            return match victim.ask("close").as_str() {
-                "ok" => Event::Exited(0),
-                other => panic!("{other}"),
-            };
-        }
-        let expected = if self.role.interrupted_at > 0 {
-            "err Interrupted"
-        } else {
-            "ok"
-        };
-        assert!(answer.starts_with(expected), "{answer}");
-        Event::Exited(0)
     }
 }
 

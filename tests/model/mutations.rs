@@ -14,7 +14,13 @@ fn mutated(mut setting: Setting, mutate: impl FnOnce(&mut Protocol)) -> Setting 
 
 #[test]
 fn mutation_no_directory_lock_is_caught() {
-    let setting = dead(&[OURS, OURS], &[(0, true)]);
+    // Nobody dies or fails: with those a file that nobody removes is found first. And no person takes a name away.
+    let mut setting = Setting {
+        kills: false,
+        failures: false,
+        ..dead(&[OURS, OURS], &[(0, true)])
+    };
+    setting.limits.name_taken_between_compare_and_unlink = false;
     must_violate(
         &mutated(setting, |protocol| protocol.directory_lock = false),
         &[NO_TWINS, NO_ROBBERY],
@@ -30,10 +36,10 @@ fn mutation_probe_ignores_writers_is_caught() {
     );
 }
 
-/// Where there are leases the writer alone shows that somebody lives; the life lock is for where there are none.
+/// The writer alone shows that somebody lives where there are leases, and the geometry where there are OFD locks.
 #[test]
 fn mutation_publish_without_life_lock_is_caught() {
-    let setting = no_leases(&[OURS, OURS]);
+    let setting = no_locks_but_life(&[OURS, OURS]);
     must_violate(
         &mutated(setting, |protocol| protocol.publishes_alive = false),
         &[NO_TWINS, NO_ROBBERY],
@@ -68,12 +74,70 @@ fn mutation_unlink_without_identity_check_is_caught() {
     );
 }
 
+/// It would pay for what its creator is at.
 #[test]
-fn mutation_join_before_end_preparing_is_caught() {
-    let setting = Setting::new(&[OURS, OURS]);
+fn mutation_map_ahead_before_end_preparing_is_caught() {
+    let setting = Setting::new(&[OURS, MAPS_AHEAD]);
     must_violate(
         &mutated(setting, |protocol| protocol.waits_for_preparing = false),
         &[NOT_HALF_MADE],
+    );
+}
+
+#[test]
+fn mutation_joiner_hands_out_without_waiting_is_caught() {
+    let setting = Setting::new(&[OURS, OURS]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.awaits_backing = false),
+        &[NOT_HALF_MADE],
+    );
+}
+
+/// The creator died, or gave up: that nobody prepares any more does not mean that anybody has.
+#[test]
+fn mutation_nobody_takes_over_is_caught() {
+    let setting = Setting::new(&[OURS, OURS]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.takes_over = false),
+        &[NOT_HALF_MADE],
+    );
+}
+
+/// A child of a creator that was killed would keep everybody waiting for as long as it lives.
+#[test]
+fn mutation_preparing_is_inherited_is_caught() {
+    let setting = Setting::new(&[OURS, OURS, Actor::Child]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.preparing_is_not_inherited = false),
+        &[HEALS],
+    );
+}
+
+#[test]
+fn mutation_giving_back_robs_who_is_inside_is_caught() {
+    let setting = Setting::new(&[OURS, OURS]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.gives_back_only_if_last = false),
+        &[NO_ROBBERY],
+    );
+}
+
+/// Two regions that fill the room between them refuse each other, and both have it afterwards.
+#[test]
+fn mutation_no_second_try_is_caught() {
+    let setting = crowded(&[OURS, OTHER_ID]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.tries_again = false),
+        &[SECOND_TRY],
+    );
+}
+
+#[test]
+fn mutation_the_dying_are_in_the_way_is_caught() {
+    let setting = Setting::new(&[OURS, OTHER_GEOMETRY]);
+    must_violate(
+        &mutated(setting, |protocol| protocol.waits_for_the_dying = false),
+        &[DYING],
     );
 }
 
@@ -114,24 +178,25 @@ fn mutation_nobody_is_last_out_is_caught() {
     );
 }
 
+/// Two that go at the same moment would each leave the name to the other.
 #[test]
-fn mutation_creator_does_not_abandon_is_caught() {
-    let setting = Setting::new(&[OURS]);
+fn mutation_looks_before_it_lets_go_is_caught() {
+    let setting = Setting::new(&[OURS, OURS, Actor::Original]);
     must_violate(
-        &mutated(setting, |protocol| protocol.abandons = false),
+        &mutated(setting, |protocol| protocol.lets_go_before_it_looks = false),
         &[NOTHING_LEFT, HEALS],
     );
 }
 
-/// A joiner attaches, the creator is killed, everybody else closes, the joiner fails or is interrupted: it was
-/// the last one out.
+/// A creator that fails; and a joiner whose creator was killed: it was the last one out.
 #[test]
-fn mutation_failed_joiner_does_not_look_back_is_caught() {
-    let setting = Setting::new(&[OURS, OURS]);
-    must_violate(
-        &mutated(setting, |protocol| protocol.failed_joiner_looks_back = false),
-        &[NOTHING_LEFT, HEALS],
-    );
+fn mutation_failed_constructor_does_not_look_back_is_caught() {
+    for setting in [Setting::new(&[OURS]), Setting::new(&[JOINER, Actor::Original])] {
+        must_violate(
+            &mutated(setting, |protocol| protocol.abandons = false),
+            &[NOTHING_LEFT, HEALS],
+        );
+    }
 }
 
 /// A joiner that closes while a view lives finds itself alive, and nobody looks when the view goes.

@@ -14,6 +14,7 @@ pub struct Ours<'a> {
     id: u8,
     geometry: u8,
     mode: Mode,
+    maps_ahead: bool,
 }
 
 /// Who the process in this place is; the guest is a plain constructor.
@@ -33,8 +34,13 @@ pub fn can_fail(setting: &Setting, state: &State, me: usize) -> bool {
     match process.pc {
         // A timeout or Ctrl-C; a process that closes does not look for Ctrl-C.
         Pc::Lock => process.why != Why::LastOut,
-        Pc::Reserve | Pc::Map | Pc::MapAhead | Pc::JoinReserve | Pc::JoinMap => true,
-        Pc::LinkedMoveSigns => setting.linked_may_fail,
+        Pc::Map | Pc::Reserve | Pc::MapAhead | Pc::JoinLook | Pc::JoinReserve | Pc::JoinMap | Pc::JoinMapAhead => true,
+        Pc::TryAgainAskFreeing => true,
+        // Its user waits no longer, or has never waited.
+        Pc::AwaitBacking => true,
+        // It has waited for them for long enough.
+        Pc::AskWhetherTheyAreDying => true,
+        Pc::LinkedShowLife => setting.linked_may_fail,
         _ => false,
     }
 }
@@ -49,7 +55,13 @@ pub fn can_lose_patience(setting: &Setting, state: &State, me: usize) -> bool {
 
 impl<'a> Ours<'a> {
     pub fn new(setting: &'a Setting, state: &'a mut State, me: usize) -> Self {
-        let Actor::Ours { id, geometry, mode } = actor(setting, me) else {
+        let Actor::Ours {
+            id,
+            geometry,
+            mode,
+            maps_ahead,
+        } = actor(setting, me)
+        else {
             unreachable!("the original has a file of its own");
         };
         Self {
@@ -59,6 +71,7 @@ impl<'a> Ours<'a> {
             id,
             geometry,
             mode,
+            maps_ahead,
         }
     }
 
@@ -90,29 +103,59 @@ impl<'a> Ours<'a> {
         self.process().has_directory_lock = false;
     }
 
-    /// All signs of life of a creator at work.
+    fn announces_geometry(&self) -> bool {
+        self.setting.ofd_locks && self.setting.protocol.announces_geometry
+    }
+
+    fn is_freeing(&self) -> bool {
+        self.setting.ofd_locks && self.state.is_freeing(self.me)
+    }
+
+    /// A creator's signs of life, without the one of its work.
     fn creators_signs(&self, ino: Ino) -> Open {
         Open {
             ino,
             life: self.setting.protocol.publishes_alive,
-            preparing: true,
-            geometry: self.setting.protocol.announces_geometry,
+            preparing: false,
+            geometry: self.announces_geometry(),
+        }
+    }
+
+    /// On the open file that is published.
+    fn published_signs(&self, ino: Ino) -> Open {
+        Open {
+            preparing: self.setting.ofd_locks,
+            ..self.creators_signs(ino)
+        }
+    }
+
+    /// The creator's open file of that kind is closed, and its lock taken back, also from a child that has it.
+    fn end_preparing(&mut self) {
+        let Some(published) = self.process().published.take() else {
+            return;
+        };
+        for process in &mut self.state.processes {
+            let inherited = process.published.as_mut().filter(|open| open.ino == published.ino);
+            if let Some(open) = inherited {
+                open.preparing = false;
+            }
         }
     }
 
     pub fn fail(&mut self) {
         match self.now().pc {
-            Pc::Reserve => self.to(Pc::Abandon),
             // Others may have the file by now: it is left as by one that closes.
-            Pc::Map | Pc::MapAhead | Pc::JoinReserve | Pc::JoinMap => {
+            Pc::Map | Pc::Reserve | Pc::MapAhead | Pc::JoinLook | Pc::JoinReserve | Pc::JoinMap | Pc::JoinMapAhead => {
+                self.end_preparing();
                 let process = self.process();
-                process.is_freeing = true;
                 process.is_creator = false;
                 process.is_mapped = false;
+                process.is_ready = false;
                 process.has_failed = true;
-                process.pc = Pc::CloseFile;
+                process.pc = Pc::Abandon;
             }
-            Pc::LinkedMoveSigns if self.setting.protocol.abandons_at_linked => {
+            Pc::AwaitBacking => self.close(),
+            Pc::LinkedShowLife if self.setting.protocol.abandons_at_linked => {
                 // Still under the lock, so the name can go at once.
                 let (target, ino) = (self.now().target, self.file().ino);
                 unlink(self.setting, self.state, self.me, target, Some(ino));
@@ -121,6 +164,24 @@ impl<'a> Ours<'a> {
             _ => self.gone(),
         }
         self.state.collect();
+    }
+
+    /// No room for what it reserves: it may try again when it has given back what it has got.
+    fn refuse(&mut self) {
+        let may_try_again = self.setting.protocol.tries_again;
+        let process = self.process();
+        process.was_refused = may_try_again && process.tries_left > 0;
+        self.fail();
+    }
+
+    /// X1.
+    fn close(&mut self) {
+        self.process().is_freeing = true;
+        self.to(if self.now().is_creator {
+            Pc::DropNameLock
+        } else {
+            Pc::CloseFile
+        });
     }
 
     /// It closes its region while views live on: the mapping keeps the open file and its locks.
@@ -140,7 +201,7 @@ impl<'a> Ours<'a> {
             if let Some(ino) = self.name() {
                 self.state.inode(ino).excused = true;
             }
-            self.gone();
+            self.is_out();
         }
         self.state.collect();
     }
@@ -155,7 +216,7 @@ impl<'a> Ours<'a> {
             }
             Why::Look => self.to(Pc::CheckRoom),
             Why::Sweep => self.sweep_next(),
-            Why::LastOut => self.gone(),
+            Why::LastOut => self.is_out(),
         }
     }
 
@@ -172,25 +233,28 @@ impl<'a> Ours<'a> {
 
     fn live(&mut self) {
         match self.now().why {
-            Why::Look if self.mode == Mode::Create => {
-                let found = self.found();
-                if self.state.has_living_holder(found, None) {
-                    self.gone(); // Exists
-                } else {
-                    self.wait(); // its holders are dying
-                }
-            }
+            Why::Look if self.mode == Mode::Create => self.is_in_the_way(), // Exists
             Why::Look => self.to(Pc::AssessGeometry),
             Why::Sweep | Why::LastOut => self.pass_over(),
         }
     }
 
+    /// Nobody writes, and somebody holds the lock: a prober that was killed.
+    fn locked(&mut self) {
+        if self.now().why == Why::Look {
+            self.wait();
+        } else {
+            self.pass_over();
+        }
+    }
+
     fn pass_over(&mut self) {
         self.process().found = None;
+        self.process().found_geometry = None;
         if self.now().why == Why::Sweep {
             self.sweep_next();
         } else {
-            self.gone();
+            self.is_out();
         }
     }
 
@@ -225,6 +289,7 @@ impl<'a> Ours<'a> {
     fn wait(&mut self) {
         let found = self.process().found.take();
         self.process().found_was_sized = false;
+        self.process().found_geometry = None;
         if !self.setting.protocol.waits_with_nothing {
             self.process().file = found.map(Open::bare);
         }
@@ -235,18 +300,45 @@ impl<'a> Ours<'a> {
     fn name_changed(&mut self) {
         self.process().file = None;
         self.process().found = None;
+        self.process().found_geometry = None;
         self.unlock();
         self.look_again();
+    }
+
+    /// An error, unless all who hold what was found are dying. The look at them is without the lock.
+    fn is_in_the_way(&mut self) {
+        self.unlock();
+        self.to(Pc::AskWhetherTheyAreDying);
     }
 
     fn gone(&mut self) {
         *self.process() = Process::GONE;
     }
 
+    /// After the look whether it was the last: a constructor that was refused may try again.
+    fn is_out(&mut self) {
+        if !self.now().was_refused {
+            return self.gone();
+        }
+        let id = self.id;
+        *self.process() = Process {
+            tries_left: self.now().tries_left - 1,
+            has_swept: true,
+            ..Process::at(Pc::TryAgainAskFreeing, id)
+        };
+    }
+
     fn last_out(&mut self) {
         let id = self.id;
-        *self.process() = Process::at(Pc::Lock, id);
-        self.process().why = Why::LastOut;
+        let before = self.now();
+        *self.process() = Process {
+            why: Why::LastOut,
+            was_refused: before.was_refused,
+            tries_left: before.tries_left,
+            // Until all of it is over, but for a view, which goes whenever it goes.
+            is_freeing: before.is_freeing,
+            ..Process::at(Pc::LastOutLook, id)
+        };
     }
 
     fn fail_for_space(&mut self) {
@@ -278,12 +370,28 @@ impl<'a> Ours<'a> {
             .filter(|other| *other != self.me && self.state.announces_geometry(ino, *other))
             .filter_map(|other| match actor(self.setting, other) {
                 Actor::Ours { geometry, .. } => Some(geometry),
+                // A child's is that of its parent.
+                Actor::Child => self.state.processes[other].geometry,
                 Actor::Original => None,
             })
             .min()
     }
 
+    /// The region is its user's; the bytes are if they are backed.
     fn opened(&mut self) {
+        let is_ready = self.now().is_ready;
+        let process = self.process();
+        process.is_mapped = true;
+        process.has_swept = false;
+        process.tries_left = 0;
+        process.found_was_sized = false;
+        process.pc = Pc::AwaitBacking;
+        if is_ready {
+            self.has_bytes();
+        }
+    }
+
+    fn has_bytes(&mut self) {
         let ino = self.file().ino;
         let is_creator = self.process().is_creator;
         if is_creator && self.state.inode(ino).bytes == Bytes::Stale {
@@ -294,9 +402,7 @@ impl<'a> Ours<'a> {
             self.state.inode(ino).bytes = Bytes::Written;
         }
         let process = self.process();
-        process.is_mapped = true;
-        process.has_swept = false;
-        process.found_was_sized = false;
+        process.is_ready = true;
         process.pc = Pc::Opened;
     }
 
@@ -308,12 +414,13 @@ impl<'a> Ours<'a> {
         if inode.bytes == Bytes::Written {
             inode.bytes = Bytes::Stale;
         }
-        let signs = self.creators_signs(ino);
+        let (signs, published) = (self.creators_signs(ino), self.published_signs(ino));
         let process = self.process();
         process.found = None;
         process.file = Some(signs);
+        process.published = Some(published);
         process.is_creator = true;
-        process.pc = Pc::Reserve;
+        process.pc = Pc::Map;
         self.unlock();
     }
 }

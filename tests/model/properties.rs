@@ -2,7 +2,7 @@
 
 use stateright::Property;
 
-use super::machine::go;
+use super::machine::{go, start};
 use super::original;
 use super::process::{actor, can_go};
 use super::protocol::{Actor, Mode, Setting};
@@ -16,6 +16,9 @@ pub const SAME_GEOMETRY: &str = "same geometry";
 pub const ONE_PAYER: &str = "one payer";
 pub const HEALS: &str = "death heals";
 pub const NOTHING_LEFT: &str = "the last one out leaves nothing";
+pub const DYING: &str = "nobody is refused for the dying";
+pub const SECOND_TRY: &str = "who was refused room gets it at the second try";
+pub const TAKES_OVER: &str = "who came in early finishes what its creator left";
 pub const SPACE: &str = "space that came back is not refused";
 pub const ORIGINAL_RESERVED: &str = "an original's pages are reserved";
 
@@ -36,6 +39,7 @@ pub fn all(setting: &Setting) -> Vec<Property<Setting>> {
         Property::always(ONE_PAYER, one_payer),
         Property::always(HEALS, death_heals),
         Property::always(NOTHING_LEFT, nothing_left),
+        Property::always(DYING, |_, state: &State| !state.seen.refused_for_the_dying),
         Property::always(SPACE, |_, state: &State| !state.seen.false_no_space),
     ];
     if !setting.limits.original_joins_unreserved {
@@ -45,6 +49,44 @@ pub fn all(setting: &Setting) -> Vec<Property<Setting>> {
     }
     // That the model goes where it should: a property of a state that is never reached proves nothing.
     let ours = |actor: &&Actor| matches!(actor, Actor::Ours { id: 0, geometry: 0, .. });
+    let comes_in_early = |actor: &&Actor| {
+        matches!(
+            actor,
+            Actor::Ours {
+                id: 0,
+                geometry: 0,
+                maps_ahead: false,
+                mode: Mode::Either | Mode::Join
+            }
+        )
+    };
+    if setting.ofd_locks
+        && setting.actors.iter().filter(ours).count() > 1
+        && setting.actors.iter().any(|actor| comes_in_early(&actor))
+    {
+        all.push(Property::sometimes(TAKES_OVER, |_, state: &State| {
+            state.processes.iter().any(|process| {
+                let is_left = |ino: Ino| !state.is_preparing(ino) && state.inodes[usize::from(ino)].reserved < PIECES;
+                process.pc == Pc::AwaitBacking && process.file.is_some_and(|open| is_left(open.ino))
+            })
+        }));
+    }
+    if setting.room.is_some()
+        && setting
+            .actors
+            .iter()
+            .any(|actor| matches!(actor, Actor::Ours { id: 1, .. }))
+    {
+        all.push(Property::sometimes(SECOND_TRY, |setting, state: &State| {
+            let creators = |at: usize| matches!(actor(setting, at), Actor::Ours { .. });
+            let is_second = |process: &Process| process.pc == Pc::MapAhead && process.tries_left == 0;
+            state
+                .processes
+                .iter()
+                .enumerate()
+                .any(|(at, process)| creators(at) && is_second(process))
+        }));
+    }
     if setting.actors.iter().filter(ours).count() > 1 {
         all.push(Property::sometimes("two share", |_, state: &State| {
             let ours = |process: &&Process| process.pc == Pc::Opened;
@@ -97,10 +139,10 @@ fn one_region_per_name(setting: &Setting, state: &State) -> bool {
     })
 }
 
-/// G2, for ours: an original looks at nothing but the size.
+/// G2, for ours: an original looks at nothing but the size. Who came in early has a region and no byte of it yet.
 fn never_half_made(setting: &Setting, state: &State) -> bool {
     opened(setting, state)
-        .filter(|(actor, ..)| *actor != Actor::Original)
+        .filter(|(actor, _, process)| *actor != Actor::Original && process.has_bytes())
         .all(|(_, ino, _)| {
             let inode = &state.inodes[usize::from(ino)];
             inode.is_sized && inode.reserved == PIECES && !state.is_preparing(ino)
@@ -111,7 +153,7 @@ fn never_half_made(setting: &Setting, state: &State) -> bool {
 fn same_geometry(setting: &Setting, state: &State) -> bool {
     let geometry = |actor| match actor {
         Actor::Ours { geometry, .. } => Some(geometry),
-        Actor::Original => None, // it announces none
+        Actor::Original | Actor::Child => None, // the one announces none, the other uses none
     };
     opened(setting, state).all(|(actor, ino, _)| {
         opened(setting, state).all(|(other_actor, other, _)| {
@@ -183,7 +225,7 @@ fn heals_from_the_end(setting: &Setting, mut state: State) -> bool {
 
 /// One more constructor, alone, without a wait.
 fn guest_comes(setting: &Setting, state: &mut State) -> bool {
-    state.processes[GUEST] = Process::at(Pc::Lock, 0);
+    state.processes[GUEST] = start(setting, actor(setting, GUEST));
     for _ in 0..STEPS_AT_ONCE {
         match state.processes[GUEST].pc {
             Pc::Opened => return true,
@@ -208,7 +250,9 @@ fn settle(setting: &Setting, state: &mut State, keep: bool) -> bool {
         let mut is_settled = true;
         let mut only_joiners = true;
         for me in 0..PROCESSES {
-            if state.processes[me].pc == Pc::Gone || (keep && state.processes[me].is_open()) {
+            // A child keeps what it has for as long as anybody.
+            let has_what_it_wants = state.processes[me].has_bytes() || state.processes[me].pc == Pc::Child;
+            if state.processes[me].pc == Pc::Gone || (keep && has_what_it_wants) {
                 continue;
             }
             if setting.limits.original_waits_on_a_stub && original::waits_in_vain(state, me) {

@@ -16,8 +16,14 @@ pub struct Protocol {
     pub waits_with_nothing: bool,
     /// Before a name is unlinked its inode is compared with the file that is meant.
     pub compares_before_unlink: bool,
-    /// A joiner stays out while its creator is preparing.
+    /// A joiner that maps ahead stays out while the creator is preparing.
     pub waits_for_preparing: bool,
+    /// A joiner that comes in while the creator is preparing gives nothing to its user until that has ended.
+    pub awaits_backing: bool,
+    /// It then reserves what a creator that is gone did not.
+    pub takes_over: bool,
+    /// The sign "being prepared" is not on the open file that is mapped, which a forked child has too.
+    pub preparing_is_not_inherited: bool,
     /// A joiner reserves what is missing.
     pub joiner_reserves: bool,
     /// A dead file is unlinked, never taken over.
@@ -26,16 +32,22 @@ pub struct Protocol {
     pub publishes_without_replacing: bool,
     /// The last joiner out takes a dead creator's name away (X6).
     pub last_one_out_cleans: bool,
-    /// A creator that fails takes back its name (C7).
-    pub abandons: bool,
+    /// It lets go of the file before it looks whether another is left, not after.
+    pub lets_go_before_it_looks: bool,
+    /// A constructor that fails takes its name away only if nobody lives on the file.
+    pub gives_back_only_if_last: bool,
+    /// A constructor that is refused the room which it has seen tries again.
+    pub tries_again: bool,
+    /// A region in the way whose holders are all dying is waited for.
+    pub waits_for_the_dying: bool,
     // Holes that the model found in `src/`, closed since.
-    /// A constructor that fails when others may have its file looks whether it was the last one out, as one that closes does.
-    pub failed_joiner_looks_back: bool,
+    /// A constructor that fails looks whether it was the last one out, as one that closes does (C7).
+    pub abandons: bool,
     /// The last view of a closed region does the same when it goes.
     pub last_view_looks_back: bool,
     /// Who found too little room and then nobody who gives some back looks at the room once more.
     pub looks_at_room_twice: bool,
-    /// A creator that fails between naming its file and moving its signs there takes back its name.
+    /// A creator that fails between naming its file and opening it by its name takes back its name.
     pub abandons_at_linked: bool,
 }
 
@@ -48,12 +60,18 @@ impl Protocol {
         waits_with_nothing: true,
         compares_before_unlink: true,
         waits_for_preparing: true,
+        awaits_backing: true,
+        takes_over: true,
+        preparing_is_not_inherited: true,
         joiner_reserves: true,
         dead_bytes_are_unlinked: true,
         publishes_without_replacing: true,
         last_one_out_cleans: true,
+        lets_go_before_it_looks: true,
+        gives_back_only_if_last: true,
+        tries_again: true,
+        waits_for_the_dying: true,
         abandons: true,
-        failed_joiner_looks_back: true,
         last_view_looks_back: true,
         looks_at_room_twice: true,
         abandons_at_linked: true,
@@ -67,7 +85,7 @@ pub struct Limits {
     /// "The original class that starts next to a dead file adopts its bytes": it then holds a file that
     /// one of ours may just have found dead, and loses its name.
     pub original_adopts_the_dead: bool,
-    /// "A process of the original class that joins while our creator is still at C3 maps pages that are not reserved yet".
+    /// "A process of the original class that joins while our creator is still at C4 maps pages that are not reserved yet".
     pub original_joins_unreserved: bool,
     /// An original that waits for the size of a dead original's stub has it open for writing, so it lives
     /// for us too: we wait until the original gives up, after 30 s.
@@ -100,15 +118,24 @@ pub enum Mode {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Actor {
     /// One of ours: region 0 or 1 (two ids), geometry 0 or 1 (the same total, another block size).
-    Ours { id: u8, geometry: u8, mode: Mode },
+    Ours {
+        id: u8,
+        geometry: u8,
+        mode: Mode,
+        /// As a joiner too: `Populate::Join`.
+        maps_ahead: bool,
+    },
     /// The original class, always with region 0.
     Original,
+    /// Whoever is forked from one of the others while that has a mapping.
+    Child,
 }
 
 pub const OURS: Actor = Actor::Ours {
     id: 0,
     geometry: 0,
     mode: Mode::Either,
+    maps_ahead: false,
 };
 
 /// One configuration: who, where, what may go wrong.
@@ -133,6 +160,8 @@ pub struct Setting {
     pub removals: u8,
     /// Read leases work. Without them, and in a PID namespace of one's own, the life lock is all there is.
     pub leases: bool,
+    /// OFD locks work. Without them nothing is announced.
+    pub ofd_locks: bool,
     /// `O_TMPFILE` works. Without it files are made under a temporary name.
     pub tmpfile: bool,
     /// Room of the filesystem in pieces, [`super::state::PIECES`] for each region. `None`: more than enough.
@@ -157,6 +186,7 @@ impl Setting {
             linked_may_fail: false,
             removals: 0,
             leases: true,
+            ofd_locks: true,
             tmpfile: true,
             room: None,
             dead: Vec::new(),

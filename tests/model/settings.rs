@@ -3,13 +3,24 @@
 use super::protocol::{Actor, Mode, OURS, Setting};
 
 const fn ours(id: u8, geometry: u8, mode: Mode) -> Actor {
-    Actor::Ours { id, geometry, mode }
+    Actor::Ours {
+        id,
+        geometry,
+        mode,
+        maps_ahead: false,
+    }
 }
 
 pub const OTHER_ID: Actor = ours(1, 0, Mode::Either);
 pub const OTHER_GEOMETRY: Actor = ours(0, 1, Mode::Either);
 pub const CREATOR: Actor = ours(0, 0, Mode::Create);
 pub const JOINER: Actor = ours(0, 0, Mode::Join);
+pub const MAPS_AHEAD: Actor = Actor::Ours {
+    id: 0,
+    geometry: 0,
+    mode: Mode::Either,
+    maps_ahead: true,
+};
 
 pub type Named = (&'static str, Setting);
 
@@ -17,11 +28,11 @@ pub type Named = (&'static str, Setting);
 pub fn bounded() -> Vec<Named> {
     let two = [OURS, OURS];
     vec![
-        ("three of ours", Setting::new(&[OURS, OURS, OURS])),
+        ("three of ours, nobody is killed", unkilled(&[OURS, OURS, OURS])),
         ("one of ours and an original", Setting::new(&[OURS, Actor::Original])),
         (
-            "two of ours and an original",
-            Setting::new(&[OURS, OURS, Actor::Original]),
+            "two of ours and an original, nobody is killed",
+            unkilled(&[OURS, OURS, Actor::Original]),
         ),
         ("after a dead file", dead(&two, &[(0, true)])),
         ("after a dead stub", dead(&two, &[(0, false)])),
@@ -29,10 +40,15 @@ pub fn bounded() -> Vec<Named> {
         ("two ids", Setting::new(&[OURS, OTHER_ID])),
         ("two geometries", Setting::new(&[OURS, OTHER_GEOMETRY])),
         ("create and join", Setting::new(&[CREATOR, JOINER])),
+        ("one that maps ahead", Setting::new(&[OURS, MAPS_AHEAD])),
+        ("two and a child", Setting::new(&[OURS, OURS, Actor::Child])),
         ("room for one", crowded(&two)),
+        ("two ids, room for one", crowded(&[OURS, OTHER_ID])),
         ("a name taken away by hand", removals(&two)),
         ("views that live on", views(&two)),
         ("no leases", no_leases(&two)),
+        ("no OFD locks", no_ofd_locks(&two)),
+        ("neither leases nor OFD locks", no_locks_but_life(&two)),
         ("no O_TMPFILE", no_tmpfile(&two)),
         ("stopped with the directory's lock", impatient(&two)),
         ("flock fails once the name is given", linked_may_fail(&two)),
@@ -45,6 +61,8 @@ pub fn exhaustive() -> Vec<Named> {
     let with_original = [OURS, OURS, Actor::Original];
     let mut all = bounded();
     all.extend([
+        ("three of ours", Setting::new(&three)),
+        ("two of ours and an original", Setting::new(&with_original)),
         ("3, after a dead file", dead(&three, &[(0, true)])),
         ("3, after a dead stub", dead(&three, &[(0, false)])),
         ("3, an orphan of another id", dead(&three, &[(1, true)])),
@@ -52,10 +70,17 @@ pub fn exhaustive() -> Vec<Named> {
         ("3, create and join", Setting::new(&[CREATOR, JOINER, OURS])),
         ("3, two ids", Setting::new(&[OURS, OURS, OTHER_ID])),
         ("3, two geometries", Setting::new(&[OURS, OURS, OTHER_GEOMETRY])),
+        ("3, one maps ahead", Setting::new(&[OURS, OURS, MAPS_AHEAD])),
+        ("3, two map ahead", Setting::new(&[OURS, MAPS_AHEAD, MAPS_AHEAD])),
+        ("3 and a child", Setting::new(&[OURS, OURS, OURS, Actor::Child])),
         ("3, room for one", crowded(&three)),
+        ("3, two ids, room for one", crowded(&[OURS, OURS, OTHER_ID])),
         ("3, a name taken away by hand", removals(&three)),
         ("3, views that live on", views(&three)),
         ("3, no leases", no_leases(&three)),
+        ("3, no OFD locks", no_ofd_locks(&three)),
+        ("3, neither leases nor OFD locks", no_locks_but_life(&three)),
+        ("2 and an original, no OFD locks", no_ofd_locks(&with_original)),
         ("3, no O_TMPFILE", no_tmpfile(&three)),
         ("3, stopped with the directory's lock", impatient(&three)),
         ("3, flock fails once the name is given", linked_may_fail(&three)),
@@ -102,6 +127,13 @@ pub fn dead(actors: &[Actor], dead: &[(u8, bool)]) -> Setting {
     }
 }
 
+pub fn unkilled(actors: &[Actor]) -> Setting {
+    Setting {
+        kills: false,
+        ..Setting::new(actors)
+    }
+}
+
 pub fn crowded(actors: &[Actor]) -> Setting {
     Setting {
         room: Some(super::state::PIECES),
@@ -121,6 +153,20 @@ pub fn no_leases(actors: &[Actor]) -> Setting {
     Setting {
         leases: false,
         ..Setting::new(actors)
+    }
+}
+
+pub fn no_ofd_locks(actors: &[Actor]) -> Setting {
+    Setting {
+        ofd_locks: false,
+        ..Setting::new(actors)
+    }
+}
+
+pub fn no_locks_but_life(actors: &[Actor]) -> Setting {
+    Setting {
+        leases: false,
+        ..no_ofd_locks(actors)
     }
 }
 

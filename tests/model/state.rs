@@ -73,6 +73,8 @@ pub enum Pc {
     ProbeOpen,
     ProbeFlock,
     ProbeLease,
+    /// Closed; does another of ours announce itself?
+    LastOutLook,
     ReclaimCompare,
     ReclaimUnlink,
     ReclaimClose,
@@ -82,23 +84,31 @@ pub enum Pc {
     PublishUnnamed,
     Link,
     LinkedOpen,
-    LinkedMoveSigns,
+    LinkedShowLife,
     PublishTemporary,
     TemporaryShowLife,
     TemporaryRename,
-    Reserve,
-    EndPreparing,
     Map,
+    Reserve,
     MapAhead,
+    EndPreparing,
     AssessGeometry,
+    AskWhetherTheyAreDying,
     AssessPreparing,
     AttachOpen,
     AttachFlock,
     AttachedLook,
+    JoinLook,
     JoinReserve,
     JoinMap,
+    JoinMapAhead,
+    /// It has a region, and no byte of it is its user's yet.
+    AwaitBacking,
     Opened,
     Abandon,
+    /// After a reservation was refused and given back.
+    TryAgainAskFreeing,
+    TryAgainLookAtRoom,
     DropNameLock,
     DropNameCompare,
     DropNameUnlink,
@@ -118,7 +128,11 @@ pub enum Pc {
     OriginalOpened,
     OriginalUnlink,
     OriginalClose,
-    /// Killed: the kernel has dropped the locks, and closes the file.
+    /// Forked from a holder: has its mapping, and with it the open file.
+    Child,
+    /// Killed, and still unmapping: it has all of its locks.
+    Killed,
+    /// The kernel has dropped the locks, and closes the file.
     Dying,
     Gone,
 }
@@ -139,19 +153,31 @@ pub struct Process {
     pub target: u8,
     pub temporary: u8,
     pub file: Option<Open>,
-    /// The open file that was made without a name.
-    pub unnamed: Option<Open>,
+    /// The open file that was made and published: it carries "being prepared", and is never mapped.
+    pub published: Option<Open>,
     /// A file that was looked at, open for reading: no sign of life.
     pub found: Option<Ino>,
     pub found_was_sized: bool,
     pub found_is_locked: bool,
+    /// What was announced on it.
+    pub found_geometry: Option<u8>,
     pub has_directory_lock: bool,
     pub is_freeing: bool,
     pub is_creator: bool,
     pub is_mapped: bool,
     pub has_views: bool,
+    /// Does it know that every byte is backed?
+    pub is_ready: bool,
     pub has_failed: bool,
+    /// There was too little room for what it reserved, and it has not given up yet.
+    pub was_refused: bool,
+    /// How often it may yet be refused and try again.
+    pub tries_left: u8,
     pub has_swept: bool,
+    /// A mutation: it saw another before it let go.
+    pub saw_another: bool,
+    /// Of a child: its parent's.
+    pub geometry: Option<u8>,
 }
 
 impl Process {
@@ -161,17 +187,23 @@ impl Process {
         target: 0,
         temporary: 0,
         file: None,
-        unnamed: None,
+        published: None,
         found: None,
         found_was_sized: false,
         found_is_locked: false,
+        found_geometry: None,
         has_directory_lock: false,
         is_freeing: false,
         is_creator: false,
         is_mapped: false,
         has_views: false,
+        is_ready: false,
         has_failed: false,
+        was_refused: false,
+        tries_left: 0,
         has_swept: false,
+        saw_another: false,
+        geometry: None,
     };
 
     pub fn at(pc: Pc, target: u8) -> Self {
@@ -183,11 +215,16 @@ impl Process {
     }
 
     pub fn is_alive(&self) -> bool {
-        !matches!(self.pc, Pc::Dying | Pc::Gone)
+        !matches!(self.pc, Pc::Killed | Pc::Dying | Pc::Gone)
     }
 
     /// Has it handed a region to its user?
     pub fn is_open(&self) -> bool {
+        self.has_bytes() || self.pc == Pc::AwaitBacking
+    }
+
+    /// Are the bytes its user's, to touch?
+    pub fn has_bytes(&self) -> bool {
         matches!(self.pc, Pc::Opened | Pc::OriginalOpened | Pc::ViewLeft)
     }
 
@@ -202,13 +239,13 @@ impl Process {
     }
 
     pub fn opens(&self) -> impl Iterator<Item = &Open> {
-        self.file.iter().chain(&self.unnamed)
+        self.file.iter().chain(&self.published)
     }
 
     /// The step's name in the documentation. `None` for the original, which is not in it.
     pub fn step(&self) -> Option<Step> {
         Some(match self.pc {
-            Pc::Lock if self.why == Why::LastOut => Step::LastOut,
+            Pc::LastOutLook => Step::LastOut,
             Pc::Lock => Step::Lock,
             Pc::ProbeOpen | Pc::ProbeFlock | Pc::ProbeLease => Step::Probe,
             Pc::ReclaimCompare | Pc::ReclaimUnlink => Step::Reclaim,
@@ -216,19 +253,22 @@ impl Process {
             Pc::CheckRoom | Pc::AskFreeing | Pc::LookAtRoomAgain => Step::CheckRoom,
             Pc::PublishUnnamed | Pc::PublishTemporary | Pc::TemporaryShowLife | Pc::TemporaryRename => Step::Publish,
             Pc::Link => Step::Link,
-            Pc::LinkedOpen | Pc::LinkedMoveSigns => Step::Linked,
-            Pc::Reserve => Step::Reserve,
+            Pc::LinkedOpen | Pc::LinkedShowLife => Step::Linked,
             Pc::Map => Step::Map,
-            Pc::EndPreparing => Step::EndPreparing,
+            Pc::Reserve => Step::Reserve,
             Pc::MapAhead => Step::MapAhead,
-            Pc::AssessGeometry | Pc::AssessPreparing => Step::Assess,
+            Pc::EndPreparing => Step::EndPreparing,
+            Pc::AssessGeometry | Pc::AskWhetherTheyAreDying | Pc::AssessPreparing => Step::Assess,
             Pc::AttachOpen | Pc::AttachFlock => Step::Attach,
             Pc::AttachedLook => Step::Attached,
-            Pc::JoinReserve => Step::JoinReserve,
+            Pc::JoinLook | Pc::JoinReserve => Step::JoinReserve,
             Pc::JoinMap => Step::JoinMap,
+            Pc::JoinMapAhead => Step::JoinMapAhead,
+            Pc::AwaitBacking => Step::AwaitBacking,
             // From here a region is in its user's hands; what it does next is to close it.
             Pc::Opened => Step::Close,
             Pc::Abandon => Step::Abandon,
+            Pc::TryAgainAskFreeing | Pc::TryAgainLookAtRoom => Step::CheckRoom,
             Pc::DropNameLock | Pc::DropNameCompare | Pc::DropNameUnlink => Step::DropName,
             Pc::Unmap | Pc::ViewLeft | Pc::Released => Step::Unmap,
             Pc::CloseFile => Step::CloseFile,
@@ -243,6 +283,7 @@ pub struct Seen {
     pub robbery: bool,
     pub stale_bytes: bool,
     pub false_no_space: bool,
+    pub refused_for_the_dying: bool,
     pub original_unreserved: bool,
 }
 
@@ -390,7 +431,7 @@ impl State {
         };
         self.names.iter_mut().flatten().for_each(&mut renumbered);
         for process in &mut self.processes {
-            for open in process.file.iter_mut().chain(&mut process.unnamed) {
+            for open in process.file.iter_mut().chain(&mut process.published) {
                 renumbered(&mut open.ino);
             }
             process.found.iter_mut().for_each(&mut renumbered);

@@ -161,6 +161,14 @@ def large_shm(small_shm: Callable[..., procs.SmallShm]) -> procs.SmallShm:
 
 
 @pytest.fixture
+def roomy_shm(small_shm: Callable[..., procs.SmallShm]) -> procs.SmallShm:
+    """Room for 4 GiB, likewise."""
+    if _memory_available_bytes() < 6 << 30:
+        pytest.skip("needs 6 GiB of free memory for a preparation of 4 GiB")
+    return small_shm("size=4400m")
+
+
+@pytest.fixture
 def open_region(nothing_is_left: None) -> Iterator[Callable[..., Any]]:
     """Constructs regions in this process and cleans them up, joiners first, when the test is over."""
     opened: list[Any] = []

@@ -142,6 +142,55 @@ finally:
     child.run("ctypes.memset(r._blocks_ptr, 1, r.nbytes); r.cleanup()")
 
 
+@pytest.mark.case("PO-10", "PO-13", "PO-14")
+@pytest.mark.parametrize(
+    ("kernel", "options"),
+    [
+        ("today's", {}),
+        ("today's", {"huge_pages": "off", "prefault_threads": 1}),
+        ("today's", {"populate": "never"}),
+        ("old", {"huge_pages": "off"}),
+    ],
+    ids=["as it comes", "base pages, one thread", "reserved only", "touched"],
+)
+def test_a_storm_of_timers_while_4_gib_are_prepared(
+    roomy_shm: Any, engine_id: str, kernel: str, options: dict[str, Any]
+) -> None:
+    """Thousands of interruptions, each of which runs Python code: it ends, every byte backed and none beside."""
+    import errno
+
+    old = [{"call": "madvise", "argument": 2, "equals": 23, "error": errno.EINVAL}]  # MADV_POPULATE_WRITE
+    child = roomy_shm.spawn(refuse=old if kernel == "old" else [])
+    child.run(
+        """
+ticks = 0
+def tick(*a):
+    global ticks
+    ticks += 1
+    sum(range(50))
+signal.signal(signal.SIGALRM, tick)
+signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+try:
+    r = Region(id, 4096, 1 << 20, timeout=150, **options)
+finally:
+    signal.setitimer(signal.ITIMER_REAL, 0)
+""",
+        timeout=150,
+        id=engine_id,
+        options=options,
+    )
+    # Python runs between pieces, so that many signals are one call of the handler.
+    assert child.run("ticks") > 10, "it was not interrupted while it prepared"
+    assert child.run("r.is_creator, os.stat(r._mmap_path).st_blocks * 512 == r.nbytes") == (True, True)
+    # At either end and in the middle: a page that is there and zero, and takes a byte.
+    offsets = [0, (2 << 30) + 7, (4 << 30) - 1]
+    peek = "[ctypes.c_char.from_address(r._blocks_ptr + at).value for at in offsets]"
+    assert child.run(peek, offsets=offsets) == [b"\0"] * 3
+    child.run("for at in offsets: ctypes.memset(r._blocks_ptr + at, 1, 1)", offsets=offsets)
+    child.run("r.cleanup()", timeout=60)
+    assert roomy_shm.names() == []
+
+
 def test_ctrl_c_in_a_holder_leaves_no_name(spawn: Any, engine_id: str) -> None:
     """The usual end of a run by hand: KeyboardInterrupt unwinds the script."""
     child = spawn()
