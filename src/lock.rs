@@ -7,7 +7,7 @@
 //! | life | `flock(LOCK_SH)` on the file | "a process of ours has it mapped" | the last descriptor or mapping of that open file |
 //! | geometry | OFD read lock on byte `GEOMETRY + block_size_bytes` of the file | "with this block size" | the same |
 //! | nonce | OFD read lock on byte `NONCE + nonce` of the file | "this very creation of the name" | the same |
-//! | preparing | OFD write lock on byte `PREPARING` of the file | "its creator is still reserving the bytes" | [`end_preparing`], or the same |
+//! | preparing | OFD write lock on byte `PREPARING` of the file | "its creator is still reserving the bytes" | dropping it, or the same |
 //! | freeing | OFD read lock on byte 0 of the directory | "somebody is giving pages back right now" | [`Freeing`] dropped |
 //!
 //! The original class takes no lock at all. What it cannot hide is that it has the file open for
