@@ -163,9 +163,11 @@ fn judge_live(found: &Found) -> (State, String) {
     }
     let reason = if found.allocated_bytes < size_bytes {
         let backed_bytes = found.allocated_bytes;
-        format!("held; only {backed_bytes} of {size_bytes} bytes are backed, the first use by a joiner backs the rest")
+        format!(
+            "processes hold it; only {backed_bytes} of {size_bytes} bytes are backed, the first use by a joiner backs the rest"
+        )
     } else {
-        String::from("held")
+        String::from("processes hold it")
     };
     (State::Live, reason)
 }
@@ -239,7 +241,8 @@ fn look(directory: &Directory, name: &CStr, waiter: &mut Waiter<'_, '_>) -> Resu
         identity,
         nonce: found.as_ref().and_then(Found::announced_nonce),
         block_size_bytes: found.as_ref().and_then(Found::announced_block_size),
-        size_bytes: meta.len(),
+        // A link or a directory has no bytes of a region.
+        size_bytes: if meta.is_file() { meta.len() } else { 0 },
         allocated_bytes: meta.blocks().saturating_mul(512),
         age: since
             .and_then(|since| SystemTime::now().duration_since(since).ok())
