@@ -1,5 +1,5 @@
-//! Who has a file open or mapped, found under /proc: the answer where the kernel has no leases
-//! (see [`crate::lock::has_writer`]). It sees processes of the same PID namespace whose entries
+//! Who has a file open or mapped, found under /proc: what an operator asks, and the answer where the kernel has no
+//! leases (see [`crate::lock::has_writer`]). It sees processes of the same PID namespace whose entries
 //! this user may read, so [`sees_everything`] tells how far "nobody" can be trusted.
 
 use std::collections::{HashMap, HashSet};
@@ -66,14 +66,20 @@ impl Survey {
             return survey;
         }
         for pid in processes() {
-            for (file, (has_open, mapped_bytes)) in held_by(pid, files) {
+            let held = held_by(pid, files);
+            if held.is_empty() {
+                continue;
+            }
+            let uid = fs::metadata(format!("/proc/{pid}")).map_or(0, |meta| meta.uid());
+            let (command, is_dying) = (command(pid), is_dying(pid));
+            for (file, (has_open, mapped_bytes)) in held {
                 survey.holders.entry(file).or_default().push(Holder {
                     pid,
-                    uid: fs::metadata(format!("/proc/{pid}")).map_or(0, |meta| meta.uid()),
-                    command: command(pid),
+                    uid,
+                    command: command.clone(),
                     has_open,
                     mapped_bytes,
-                    is_dying: is_dying(pid),
+                    is_dying,
                 });
             }
         }
