@@ -12,7 +12,7 @@ use crate::wait::Waiter;
 #[derive(Debug)]
 pub struct Preflight {
     pub wanted_bytes: u64,
-    /// As a constructor would find them: with the room of the dead, whom it removes first.
+    /// As a constructor would find them, with the room of the dead, whom it removes first.
     pub limits: Limits,
     /// Bytes of that room that dead regions of this user still take, and how many they are.
     pub reclaimable_bytes: u64,

@@ -135,9 +135,12 @@ def test_one_region(open_region: Any, engine_id: str) -> None:
 
 
 def test_a_region_that_is_not_there(engine_id: str) -> None:
-    done = command("show", engine_id, "--json")
+    done = command("show", engine_id)
     assert (done.returncode, done.stdout) == (1, "")
     assert f"no region `{engine_id}`" in done.stderr and "\nhint: " in done.stderr
+    done = command("show", engine_id, "--json")
+    error = json.loads(done.stdout)["error"]
+    assert done.returncode == 1 and error["text"] in done.stderr and error["hint"] in done.stderr
 
 
 def test_reaping_by_name(open_region: Any, spawn: Any, new_id: Any) -> None:

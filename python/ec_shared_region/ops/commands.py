@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
 
 import click
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from contextlib import AbstractContextManager
 
 __all__ = ["list_", "reap", "show"]
 
@@ -64,7 +62,9 @@ Exit codes:
   130  stopped by Ctrl-C (128 + N for another signal N)
 """
 
-as_json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of a table.")
+as_json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object instead of tables; `error` in it says what failed."
+)
 
 
 @click.command("list", epilog=LIST_EPILOG)
@@ -78,7 +78,7 @@ def list_(context: click.Context, /, as_json: bool) -> None:
     """
     from . import regions, report
 
-    with _failures(context):
+    with _failures(context, as_json):
         found = regions.list_regions()
     if as_json:
         click.echo(report.list_as_json(found))
@@ -97,12 +97,11 @@ def show(context: click.Context, /, engine_id: str, as_json: bool) -> None:
     """
     from . import regions, report
 
-    with _failures(context):
+    with _failures(context, as_json):
         found = regions.inspect(engine_id)
     if found is None:
-        click.echo(f"error: there is no region `{report.printable(engine_id)}` in /dev/shm", err=True)
-        click.echo("hint: `ec-shared-region list` shows those that are there", err=True)
-        context.exit(1)
+        text = f"there is no region `{report.printable(engine_id)}` in /dev/shm"
+        _fail(context, as_json, text, "`ec-shared-region list` shows those that are there", 1)
     if as_json:
         click.echo(report.region_as_json(found))
     else:
@@ -127,7 +126,7 @@ def reap(context: click.Context, /, engine_ids: tuple[str, ...], is_all: bool, d
         raise click.UsageError("name the regions by their ids, or give --all to look at every one", context)
     from . import regions, report
 
-    with _failures(context):
+    with _failures(context, as_json):
         result = regions.reap(None if is_all else engine_ids, dry_run=dry_run)
     if as_json:
         click.echo(report.reap_as_json(result))
@@ -138,18 +137,25 @@ def reap(context: click.Context, /, engine_ids: tuple[str, ...], is_all: bool, d
     context.exit(1 if any(decision.state == "orphan" or not is_all for decision in kept) else 0)
 
 
-def _failures(context: click.Context) -> AbstractContextManager[None]:
-    """Turns the package's exceptions into a message on stderr and an exit code."""
-    from contextlib import contextmanager
-
+@contextmanager
+def _failures(context: click.Context, as_json: bool) -> Iterator[None]:
+    """Turns the package's exceptions into a message and an exit code."""
     from ..errors import InvalidArgumentError, RegionError
 
-    @contextmanager
-    def failures() -> Iterator[None]:
-        try:
-            yield
-        except RegionError as error:
-            click.echo(f"error: {error}", err=True)
-            context.exit(2 if isinstance(error, InvalidArgumentError) else 3)
+    try:
+        yield
+    except RegionError as error:
+        text = str(error).removesuffix(f"\nhint: {error.hint}")
+        _fail(context, as_json, text, error.hint, 2 if isinstance(error, InvalidArgumentError) else 3)
 
-    return failures()
+
+def _fail(context: click.Context, as_json: bool, text: str, hint: str | None, exit_code: int) -> NoReturn:
+    """The talk goes to stderr; who asked for an object gets one."""
+    if as_json:
+        import json
+
+        click.echo(json.dumps({"error": {"text": text, "hint": hint}}, indent=2))
+    click.echo(f"error: {text}", err=True)
+    if hint is not None:
+        click.echo(f"hint: {hint}", err=True)
+    context.exit(exit_code)
