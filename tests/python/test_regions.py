@@ -208,6 +208,24 @@ def test_a_region_that_was_shortened_under_its_holders_is_damaged(open_region: A
     assert not decided(engine_id).is_removed
 
 
+def test_neither_user_reaps_the_others(as_root: None, spawn: Any, new_id: Any) -> None:
+    """Also root judges only its own; who holds the file is told all the same."""
+    theirs, mine = new_id(), new_id()
+    other = spawn(uid=1000, imports=("ec_shared_region",))
+    other.run("r = Region(id, 2, 64)", id=theirs)
+    info = listed(theirs)
+    assert (info.state, info.uid) == ("foreign", 1000)
+    assert [(holder.pid, holder.uid) for holder in info.holders] == [(other.pid, 1000)]
+    assert decided(theirs).state == "foreign"
+    orphan(spawn, mine)
+    code = "[(d.state, d.is_removed) for d in ec_shared_region.reap([id]).decisions]"
+    assert other.run(code, id=mine) == [("foreign", False)]
+    assert other.run("ec_shared_region.inspect(id).state", id=theirs) == "live"
+    assert path_of(mine).exists() and path_of(theirs).exists()
+    assert decided(mine).is_removed
+    other.run("r.cleanup()")
+
+
 def test_holders_in_another_pid_namespace_are_elsewhere(open_region: Any, as_root: None, engine_id: str) -> None:
     """As in another container that shares the mount: nobody is seen, and the region lives."""
     region = open_region(engine_id, 2, 64)
