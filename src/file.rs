@@ -46,6 +46,8 @@ pub struct Found {
     fd: Unshared,
     identity: FileIdentity,
     announced_block_size: Option<u64>,
+    /// Somebody holds its life lock.
+    is_locked: bool,
     pub size_bytes: u64,
     pub allocated_bytes: u64,
 }
@@ -55,6 +57,23 @@ impl Found {
     #[must_use]
     pub fn announced_block_size(&self) -> Option<u64> {
         self.announced_block_size
+    }
+
+    #[must_use]
+    pub fn identity(&self) -> FileIdentity {
+        self.identity
+    }
+
+    /// The nonce that a living holder of ours announced.
+    #[must_use]
+    pub fn announced_nonce(&self) -> Option<u64> {
+        lock::announced_nonce(&self.fd)
+    }
+
+    /// Does somebody hold its life lock? The original class takes none.
+    #[must_use]
+    pub fn is_locked(&self) -> bool {
+        self.is_locked
     }
 
     /// Is everybody who holds it, as far as can be seen, on the way out?
@@ -154,16 +173,17 @@ impl Locked<'_> {
     }
 
     fn judge(&self, name: &CStr, fd: Unshared, stat: &FileStat) -> Result<Probe> {
-        let found = |fd, announced_block_size| Found {
+        let found = |fd, announced_block_size, is_locked| Found {
             identity: identity(stat),
             announced_block_size,
+            is_locked,
             size_bytes: u64::try_from(stat.st_size).unwrap_or(0),
             allocated_bytes: allocated_bytes(stat),
             fd,
         };
         // The sign of a holder of ours, and the shortest way to know of one.
         if let Some(block_size_bytes) = lock::announced_block_size(&fd) {
-            return Ok(Probe::Live(found(fd, Some(block_size_bytes))));
+            return Ok(Probe::Live(found(fd, Some(block_size_bytes), true)));
         }
         let exclusive =
             Exclusive::try_hold(&fd).map_err(|source| Error::os("flock", self.directory.join(name), source))?;
@@ -177,8 +197,9 @@ impl Locked<'_> {
                 holders::sees_everything(),
             ),
         };
+        let is_locked = exclusive.is_none();
         drop(exclusive);
-        let found = found(fd, None);
+        let found = found(fd, None, is_locked);
         Ok(if is_live {
             Probe::Live(found)
         } else {

@@ -5,11 +5,13 @@
 //! [`reserve`], [`numa`], [`huge`] and [`prefault`] put pages behind it, [`pin`] registers it with a device ([`cuda`] is the only file that
 //! names cudarc), and [`region`] is the state machine over all of them. [`copy`] plans a copy of many blocks,
 //! which `transfer` carries out with the loops of `kernel`. [`reap`] removes what the dead
-//! left. The `python` module is the only one that names pyo3.
+//! left. For whoever operates it: [`mod@list`] says what is there, [`preflight`] what would fit, [`counters`] what was
+//! done. The `python` module is the only one that names pyo3.
 
 pub mod cgroup;
 pub mod check;
 pub mod copy;
+pub mod counters;
 pub mod directory;
 pub mod error;
 pub mod file;
@@ -17,6 +19,7 @@ pub mod fork;
 pub mod holders;
 pub mod huge;
 mod kernel;
+pub mod list;
 #[cfg(feature = "cuda")]
 pub mod locate;
 pub mod lock;
@@ -25,6 +28,7 @@ pub mod numa;
 mod opening;
 pub mod pin;
 pub mod prefault;
+pub mod preflight;
 mod publish;
 pub mod reap;
 pub mod region;

@@ -164,6 +164,11 @@ impl Drop for Preparing {
     }
 }
 
+/// Is this offset one of those that announce a block size?
+pub(crate) fn is_geometry_byte(offset: i64) -> bool {
+    (GEOMETRY..GEOMETRY_END).contains(&offset)
+}
+
 pub fn is_being_prepared(fd: &impl AsFd) -> bool {
     conflict(fd, PREPARING, 1).is_some()
 }

@@ -325,7 +325,7 @@ impl<'s> Opening<'s> {
     fn prepare(&self, file: &Unshared, preparing: Preparing, waiter: &mut Waiter<'_, '_>) -> Result<Prepared> {
         let total = self.spec.geometry.total_bytes();
         // Said before a byte is charged: afterwards there may be nobody left to say it.
-        if let Some(warning) = reserve::control_group_warning(total, &self.path) {
+        if let Some(warning) = reserve::control_group_warning(reserve::control_group(), total, &self.path) {
             waiter.warn(&warning)?;
         }
         reached(Step::Map);

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::check::{self, CheckReport, Identity};
+use crate::counters::{self, COUNTING};
 use crate::directory::Directory;
 use crate::error::{Error, Result, WaitState};
 use crate::fork::Process;
@@ -93,7 +94,15 @@ impl Region {
     /// As [`Region::open`].
     pub fn open_in(directory: &Path, spec: &Spec, checkpoint: &mut Checkpoint<'_>) -> Result<(Self, OpenReport)> {
         let mut waiter = Waiter::new(spec.timeout, checkpoint);
-        let opened = Opening::new(directory, spec)?.open(&mut waiter)?;
+        let opened = Opening::new(directory, spec).and_then(|opening| opening.open(&mut waiter));
+        let opened = opened.inspect_err(|_| counters::count(&COUNTING.failed))?;
+        counters::count(match opened.role {
+            Role::Creator => &COUNTING.created,
+            Role::Joiner => &COUNTING.joined,
+        });
+        if opened.report.prefault.fallback.is_some() {
+            counters::count(&COUNTING.fallbacks);
+        }
         let region = Self {
             role: opened.role,
             geometry: spec.geometry,
@@ -225,6 +234,22 @@ impl Region {
         Identity::of(file).map_err(|source| Error::os("open", &self.path, source))
     }
 
+    /// Takes the name away before the region is closed, for callers who know that everybody is in: the memory then
+    /// comes back however the processes end. Those who have it go on, a late constructor makes another region, and
+    /// closing leaves that one alone. Only the creator can do it. False where nothing was changed: a joiner, a forked
+    /// child, a name that is gone or stands for another file.
+    ///
+    /// # Errors
+    /// [`Error::Closed`], [`Error::Os`].
+    pub fn release_name(&self) -> Result<bool> {
+        let file = self.file.as_ref().ok_or(Error::Closed)?;
+        if self.role != Role::Creator || !self.is_owned_here() {
+            return Ok(false);
+        }
+        reached(Step::DropName);
+        self.directory.drop_own_name(&self.name, file)
+    }
+
     /// False in a child that was forked after the region was opened.
     #[must_use]
     pub fn is_owned_here(&self) -> bool {
@@ -251,13 +276,16 @@ impl Region {
         let plan = Plan::new(mapping.len_bytes(), page_bytes(), self.geometry.block_size_bytes());
         let base = mapping.as_ptr() as usize;
         // Else the driver answers "registered already" for what is left of ours.
-        self.settle_leftover().map_err(PinError::NotTakenBack)?;
+        let settled = self.settle_leftover().map_err(PinError::NotTakenBack);
+        settled.inspect_err(|_| counters::count(&COUNTING.pins_refused))?;
         match Pinned::register(registrar, base, plan, max_piece_bytes) {
             Ok((pinned, report)) => {
                 self.pinned = Some(pinned);
+                counters::count(&COUNTING.pinned);
                 Ok(Some(report))
             }
             Err(mut refused) => {
+                counters::count(&COUNTING.pins_refused);
                 let not_taken_back = refused.not_undone.take().map(|leftover| self.keep(leftover));
                 Err(PinError::Refused(refused, not_taken_back.unwrap_or_default()))
             }

@@ -9,8 +9,8 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::libc;
 
-use crate::cgroup;
-use crate::directory::Directory;
+use crate::cgroup::{self, MemoryLimit};
+use crate::directory::{Directory, Room};
 use crate::error::{Available, Error, Resource, Result, Warning};
 use crate::mapping::page_bytes;
 use crate::step::{Step, reached};
@@ -131,11 +131,17 @@ pub(crate) fn machine_memory_bytes() -> u64 {
     nix::sys::sysinfo::sysinfo().map_or(u64::MAX, |info| info.ram_total().saturating_add(info.swap_total()))
 }
 
+/// The memory limit of this process's control group, where there is one.
+#[must_use]
+pub fn control_group() -> Option<MemoryLimit> {
+    let membership = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    cgroup::memory_limit(Path::new(cgroup::ROOT), &membership)
+}
+
 /// Would the control group's limit be passed? A warning and no error, since the group's page cache may give way.
 #[must_use]
-pub fn control_group_warning(total_bytes: usize, path: &Path) -> Option<Warning> {
-    let membership = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-    let limit = cgroup::memory_limit(Path::new(cgroup::ROOT), &membership)?;
+pub fn control_group_warning(limit: Option<MemoryLimit>, total_bytes: usize, path: &Path) -> Option<Warning> {
+    let limit = limit?;
     (total_bytes as u64 > limit.left_bytes()).then(|| Warning::ControlGroup {
         path: path.to_owned(),
         wanted_bytes: total_bytes as u64,
@@ -144,52 +150,78 @@ pub fn control_group_warning(total_bytes: usize, path: &Path) -> Option<Warning>
     })
 }
 
+/// What a region must fit into, looked at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    pub room: Room,
+    /// RAM and swap of the machine.
+    pub memory_bytes: u64,
+    /// `RLIMIT_FSIZE`; `u64::MAX` is none.
+    pub file_size_limit_bytes: u64,
+}
+
+impl Limits {
+    /// # Errors
+    /// [`Error::Os`].
+    pub fn of(directory: &Directory) -> Result<Self> {
+        Ok(Self {
+            room: directory.room()?,
+            memory_bytes: machine_memory_bytes(),
+            file_size_limit_bytes: file_size_limit(),
+        })
+    }
+
+    /// Everything that stands against a region of this size; the first is what a constructor raises.
+    #[must_use]
+    pub fn shortages(&self, total_bytes: usize, path: &Path) -> Vec<Error> {
+        let wanted_bytes = (total_bytes as u64).next_multiple_of(page_bytes() as u64);
+        let room = self.room;
+        let no_space = |resource, available, errno| Error::NoSpace {
+            path: path.to_owned(),
+            resource,
+            wanted_bytes: total_bytes as u64,
+            available,
+            errno: errno as i32,
+        };
+        let mut shortages = Vec::new();
+        if total_bytes as u64 > self.file_size_limit_bytes {
+            let limit = Available::Limit {
+                max_bytes: self.file_size_limit_bytes,
+            };
+            shortages.push(no_space(Resource::FileSizeLimit, limit, Errno::EFBIG));
+        }
+        if room.is_limited() && wanted_bytes > room.free_bytes {
+            let filesystem = Available::Filesystem {
+                free_bytes: room.free_bytes,
+                total_bytes: room.total_bytes,
+            };
+            shortages.push(no_space(Resource::Space, filesystem, Errno::ENOSPC));
+        }
+        if wanted_bytes > self.memory_bytes {
+            let memory = Available::Memory {
+                total_bytes: self.memory_bytes,
+            };
+            shortages.push(no_space(Resource::Memory, memory, Errno::ENOMEM));
+        }
+        if room.total_inodes != 0 && room.free_inodes == 0 {
+            let inodes = Available::Inodes {
+                free: room.free_inodes,
+                total: room.total_inodes,
+            };
+            shortages.push(no_space(Resource::Inodes, inodes, Errno::ENOSPC));
+        }
+        shortages
+    }
+}
+
 /// Refuses what cannot fit before a byte is reserved: reserving an absurd size in pieces would fill
 /// the filesystem, or on one without a limit the memory, before it failed.
 ///
 /// # Errors
 /// [`Error::NoSpace`].
 pub fn check_room(directory: &Directory, total_bytes: usize, path: &Path) -> Result<()> {
-    let wanted_bytes = (total_bytes as u64).next_multiple_of(page_bytes() as u64);
-    let room = directory.room()?;
-    let filesystem = Available::Filesystem {
-        free_bytes: room.free_bytes,
-        total_bytes: room.total_bytes,
-    };
-    let memory_bytes = machine_memory_bytes();
-    let limit_bytes = file_size_limit();
-    let (resource, available, errno) = if total_bytes as u64 > limit_bytes {
-        (
-            Resource::FileSizeLimit,
-            Available::Limit { max_bytes: limit_bytes },
-            Errno::EFBIG,
-        )
-    } else if room.is_limited() && wanted_bytes > room.free_bytes {
-        (Resource::Space, filesystem, Errno::ENOSPC)
-    } else if wanted_bytes > memory_bytes {
-        (
-            Resource::Memory,
-            Available::Memory {
-                total_bytes: memory_bytes,
-            },
-            Errno::ENOMEM,
-        )
-    } else if room.total_inodes != 0 && room.free_inodes == 0 {
-        let inodes = Available::Inodes {
-            free: room.free_inodes,
-            total: room.total_inodes,
-        };
-        (Resource::Inodes, inodes, Errno::ENOSPC)
-    } else {
-        return Ok(());
-    };
-    Err(Error::NoSpace {
-        path: path.to_owned(),
-        resource,
-        wanted_bytes: total_bytes as u64,
-        available,
-        errno: errno as i32,
-    })
+    let shortages = Limits::of(directory)?.shortages(total_bytes, path);
+    shortages.into_iter().next().map_or(Ok(()), Err)
 }
 
 #[cfg(test)]
@@ -230,5 +262,46 @@ mod tests {
         let refused = check_room(&directory, 1 << 60, Path::new("x"));
         assert!(matches!(refused, Err(Error::NoSpace { .. })), "{refused:?}");
         assert!(check_room(&directory, 1, Path::new("x")).is_ok());
+    }
+
+    #[test]
+    fn every_limit_is_a_shortage_of_its_own() {
+        let limits = Limits {
+            room: Room {
+                total_bytes: 1 << 20,
+                free_bytes: 1 << 20,
+                total_inodes: 2,
+                free_inodes: 1,
+            },
+            memory_bytes: 2 << 20,
+            file_size_limit_bytes: u64::MAX,
+        };
+        let resources = |limits: &Limits, total| -> Vec<Resource> {
+            let shortages = limits.shortages(total, Path::new("x"));
+            let resource = |error: &Error| match error {
+                Error::NoSpace { resource, .. } => *resource,
+                other => panic!("{other}"),
+            };
+            shortages.iter().map(resource).collect()
+        };
+        assert_eq!(resources(&limits, 1 << 20), []);
+        assert_eq!(resources(&limits, (1 << 20) + 1), [Resource::Space]);
+        let mut poor = limits;
+        poor.file_size_limit_bytes = 4096;
+        poor.room.free_inodes = 0;
+        assert_eq!(
+            resources(&poor, 4 << 20),
+            [
+                Resource::FileSizeLimit,
+                Resource::Space,
+                Resource::Memory,
+                Resource::Inodes
+            ]
+        );
+        let mut unlimited = limits;
+        unlimited.room.total_bytes = 0;
+        unlimited.room.total_inodes = 0;
+        unlimited.room.free_inodes = 0;
+        assert_eq!(resources(&unlimited, 2 << 20), []);
     }
 }

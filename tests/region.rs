@@ -304,6 +304,31 @@ fn a_late_creator_does_not_remove_its_successor() {
     assert!(shm.file("a").exists());
 }
 
+// ST-04
+#[test]
+fn a_name_that_is_released_early_leaves_the_holders_and_a_successor_alone() {
+    let shm = Shm::new();
+    let mut creator = shm.open(&spec("a", 2, 4096));
+    let joiner = shm.open(&spec("a", 2, 4096));
+    assert!(!joiner.release_name().unwrap(), "a joiner changes nothing");
+    assert!(shm.file("a").exists());
+    assert!(creator.release_name().unwrap());
+    assert!(!shm.file("a").exists());
+    assert!(!creator.release_name().unwrap(), "it is gone already");
+    write(&creator, 4097, 7);
+    assert_eq!(read(&joiner, 4097), 7);
+    let mut successor = shm.open(&spec("a", 3, 4096));
+    assert_eq!((successor.role(), read(&successor, 4097)), (Role::Creator, 0));
+    assert!(!creator.release_name().unwrap(), "the name stands for another file");
+    creator.close();
+    drop(joiner);
+    let inode = successor.file().unwrap().metadata().unwrap().ino();
+    assert_eq!(shm.file("a").metadata().unwrap().ino(), inode);
+    successor.close();
+    assert!(!shm.file("a").exists());
+    assert!(matches!(successor.release_name(), Err(Error::Closed)));
+}
+
 #[test]
 fn eight_threads_get_one_creator_and_one_file() {
     let shm = Shm::new();

@@ -28,19 +28,24 @@ from .errors import (
     SizeOverflowError,
     SystemCallError,
 )
+from .ops.fit import PreflightProblem, PreflightResult, preflight
+from .ops.regions import Holder, ReapDecision, ReapResult, RegionInfo, inspect, list_regions, reap
 from .pin import PinResult
 from .prefault import PrefaultReport
 from .region import ECSharedRegion, logger
+from .stats import Counters, RegionStats
 
 __all__ = [
     "AccessDeniedError",
     "ArgumentTypeError",
     "BlockIndexError",
     "CheckResult",
+    "Counters",
     "DirectoryMissingError",
     "ECSharedRegion",
     "ForeignFileError",
     "GeometryMismatchError",
+    "Holder",
     "Identity",
     "InvalidArgumentError",
     "NoHugePagesError",
@@ -48,17 +53,27 @@ __all__ = [
     "PinError",
     "PinResult",
     "PrefaultReport",
+    "PreflightProblem",
+    "PreflightResult",
+    "ReapDecision",
+    "ReapResult",
     "RegionClosedError",
     "RegionError",
     "RegionExistsError",
+    "RegionInfo",
     "RegionNotFoundError",
+    "RegionStats",
     "RegionTimeoutError",
     "SizeOverflowError",
     "SystemCallError",
     "__version__",
     "_wait_for_file_size",
     "build_info",
+    "inspect",
+    "list_regions",
     "logger",
+    "preflight",
+    "reap",
 ]
 
 __version__: str = build_info()["version"]

@@ -70,8 +70,8 @@ def _problems(report: _core.CheckReport, path: str) -> list[str]:
     if report.name == "lost":
         problems.append(
             f"the name `{path}` is lost: processes that have the region mapped go on sharing it, late joiners will "
-            "make another one; a name cannot be given back. The creator's cleanup() takes it away; so does "
-            "systemd-logind when the user's last session ends (RemoveIPC=yes): run under a system user, or enable "
+            "make another one; a name cannot be given back. The creator's cleanup() or release_name() takes it; so "
+            "does systemd-logind when the user's last session ends (RemoveIPC=yes): run under a system user, or enable "
             "lingering"
         )
     elif report.name == "replaced":

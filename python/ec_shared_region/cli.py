@@ -13,6 +13,7 @@ import click
 
 from . import __version__
 from .demo.command import demo
+from .ops.commands import list_, reap, show
 
 __all__ = ["cli", "main"]
 
@@ -35,15 +36,20 @@ def cli() -> None:
     """One region of /dev/shm, shared by every process of an inference engine.
 
     An engine's scheduler and its workers open the same region by its engine id and keep encoder
-    outputs in its fixed-size blocks. This command shows that at work on this machine.
+    outputs in its fixed-size blocks. This command shows that at work on this machine, and says which
+    regions are there, who holds them, and which are dead.
 
     \b
-    Example:
+    Examples:
       ec-shared-region demo
+      ec-shared-region list
+      ec-shared-region show engine0_dp0
+      ec-shared-region reap --all --dry-run
     """
 
 
-cli.add_command(demo)
+for command in (demo, list_, show, reap):
+    cli.add_command(command)
 
 
 def main() -> NoReturn:

@@ -10,11 +10,12 @@ import weakref
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 
-from . import _core, check, copies, errors, pin, prefault
+from . import _core, check, copies, errors, pin, prefault, stats
 from .check import CheckResult, Identity
 from .errors import argument_error as _argument_error
 from .pin import PinResult
 from .prefault import PrefaultReport
+from .stats import RegionStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -269,10 +270,12 @@ class ECSharedRegion(_core.Region):
             max_piece_bytes = _whole_number("max_piece_bytes", max_piece_bytes, smallest=1)
         if pin.is_switched_off():
             logger.info("%s stays unpinned: %s is off", self._mmap_path, pin.PIN_SWITCH)
+            _core.count_pin_skipped()
             return self._remember(pin.not_pinned(f"switched off by {pin.PIN_SWITCH}"))
         try:
             torch = pin.torch_with_cuda()
         except pin.NoCuda as reason:
+            _core.count_pin_skipped()
             return self._remember(pin.not_pinned(str(reason)))
         torch_cudart = None if torch is None else pin.cudart_of(torch, device)
         self._wait_until_ready()
@@ -395,6 +398,35 @@ class ECSharedRegion(_core.Region):
         :raises OSError: the system has no OFD locks, which carry the nonce.
         """
         return Identity(*self._identity())
+
+    def stats(self) -> RegionStats:
+        """Numbers for a log line or a metrics exporter: role, bytes, huge and pinned bytes, seconds of each step, and
+        the counters of this process. Looks at no other process and touches no memory.
+
+        :raises ValueError: the region is closed.
+        :raises OSError: the file cannot be looked at.
+        """
+        self._must_be_open()
+        return stats.stats_of(self._opened, self._blocks_nbytes, self._usage(), self._is_pinned, self._pin_result)
+
+    def release_name(self) -> bool:
+        """Takes the name away early and keeps the region, for a creator that knows that everybody is in (a barrier):
+        the memory then comes back however the processes end.
+
+        Those who have the region go on sharing it, also its forked children. A constructor of the id that comes
+        later makes another region, which :meth:`cleanup` of this one leaves alone. A name that was given up does not
+        come back.
+
+        :return: the name was there and is gone. False, and nothing was changed, for a joiner, in a forked child, and
+            where the name was gone already or stands for another file.
+        :raises ValueError: the region is closed.
+        :raises OSError: the name cannot be taken away.
+        """
+        self._must_be_open()
+        is_released = self._release_name()
+        if is_released:
+            logger.info("released the name %s: late constructors make another region", self._mmap_path)
+        return is_released
 
     def cleanup(self, *, synchronize: bool = False) -> None:
         """Lets go of the region: the creator takes the name away first, then the registration, the

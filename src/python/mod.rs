@@ -5,6 +5,7 @@
 mod buffer;
 mod copy;
 mod errors;
+mod operator;
 mod region;
 mod thread;
 mod torch_cudart;
@@ -184,11 +185,20 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<buffer::PyMapping>()?;
     module.add_class::<copy::PyCopyPlan>()?;
     module.add_class::<copy::PySpan>()?;
+    module.add_class::<operator::PyEntry>()?;
+    module.add_class::<operator::PyDecision>()?;
+    module.add_class::<operator::PyPreflight>()?;
     module.add_function(wrap_pyfunction!(build_info, module)?)?;
     module.add_function(wrap_pyfunction!(kept_mappings, module)?)?;
     module.add_function(wrap_pyfunction!(begin_exit, module)?)?;
     module.add_function(wrap_pyfunction!(wait_for_file_size, module)?)?;
     module.add_function(wrap_pyfunction!(copy::plan_copy, module)?)?;
     module.add_function(wrap_pyfunction!(copy::copy_blocks, module)?)?;
+    module.add_function(wrap_pyfunction!(operator::list_regions, module)?)?;
+    module.add_function(wrap_pyfunction!(operator::inspect, module)?)?;
+    module.add_function(wrap_pyfunction!(operator::reap, module)?)?;
+    module.add_function(wrap_pyfunction!(operator::preflight, module)?)?;
+    module.add_function(wrap_pyfunction!(operator::counters, module)?)?;
+    module.add_function(wrap_pyfunction!(operator::count_pin_skipped, module)?)?;
     Ok(())
 }

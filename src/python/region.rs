@@ -21,7 +21,10 @@ use super::buffer::{self, PyMapping, Shape};
 use super::torch_cudart::{Interrupted, TorchCudart};
 use super::{Callables, detached, errors, run_detached};
 use crate::check::Name;
+use crate::counters::{self, COUNTING};
+use crate::file::Extent;
 use crate::fork::Process;
+use crate::huge;
 use crate::mapping::Mapping;
 use crate::pin::{HostRegistrar, MAX_PIECE_BYTES, PinRefused, PinReport, Refusal};
 use crate::prefault::{Method, Tier};
@@ -150,6 +153,7 @@ impl PyPinOutcome {
 
     /// Nobody to register with.
     fn nobody(backend: Option<&'static str>, nobody: Nobody) -> Self {
+        counters::count(&COUNTING.pins_skipped);
         let mut outcome = Self {
             backend,
             ..Self::default()
@@ -616,6 +620,23 @@ impl PyRegion {
     fn _identity(&self, py: Python<'_>) -> PyResult<(u64, u64, u64)> {
         let identity = self.look(py, Region::identity)?;
         Ok((identity.device, identity.inode, identity.nonce))
+    }
+
+    /// Takes the name away and keeps the region; False where this process is not its creator, or the name is not
+    /// its any more.
+    fn _release_name(&self, py: Python<'_>) -> PyResult<bool> {
+        self.look(py, Region::release_name)
+    }
+
+    /// (bytes that the filesystem holds for the file, bytes that huge pages map in this process, if the kernel tells).
+    fn _usage(&self, py: Python<'_>) -> PyResult<(u64, Option<u64>)> {
+        self.look(py, |region| {
+            let (Some(file), Some(mapping)) = (region.file(), region.mapping()) else {
+                return Err(crate::Error::Closed);
+            };
+            let extent = Extent::of(file).map_err(|source| crate::Error::os("fstat", region.path(), source))?;
+            Ok((extent.allocated_bytes, huge::mapped_huge_bytes(mapping)))
+        })
     }
 
     /// Lets go of everything, see `cleanup`; waits for a registration in progress. Returns what could
