@@ -14,6 +14,7 @@ pub mod directory;
 pub mod error;
 pub mod file;
 pub mod fork;
+mod held;
 pub mod holders;
 pub mod huge;
 mod kernel;
@@ -33,6 +34,7 @@ mod retry;
 pub mod spec;
 pub mod step;
 mod transfer;
+mod text;
 pub mod wait;
 
 #[cfg(feature = "cuda")]
