@@ -6,6 +6,7 @@ use std::fs::File;
 use std::io;
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 
 use crate::directory::Directory;
 use crate::holders;
@@ -58,12 +59,23 @@ pub struct Identity {
 impl Identity {
     /// # Errors
     /// The error of `fstat(2)`, or of opening the file again.
-    pub fn of(file: &File) -> io::Result<Self> {
+    pub fn of(file: &File, path: &Path) -> io::Result<Self> {
+        let unsupported = |what| io::Error::new(io::ErrorKind::Unsupported, what);
         let meta = file.metadata()?;
-        // Locks of one open file are no conflict for itself: another one sees what we announce.
-        let other = File::open(format!("/proc/self/fd/{}", file.as_raw_fd()))?;
-        let nonce = lock::announced_nonce(&other)
-            .ok_or_else(|| io::Error::new(io::ErrorKind::Unsupported, "this system has no OFD locks"))?;
+        // Locks of one open file are no conflict for itself: another one sees what we announce. /proc may be missing,
+        // and the name may be lost.
+        let other = File::open(format!("/proc/self/fd/{}", file.as_raw_fd())).or_else(|error| {
+            match (error.kind(), File::open(path)) {
+                (io::ErrorKind::NotFound, Ok(named)) => Ok(named),
+                (io::ErrorKind::NotFound, Err(_)) => Err(unsupported("neither /proc nor the name is there")),
+                _ => Err(error),
+            }
+        })?;
+        let seen = other.metadata()?;
+        if (seen.dev(), seen.ino()) != (meta.dev(), meta.ino()) {
+            return Err(unsupported("no /proc, and another file at the name"));
+        }
+        let nonce = lock::announced_nonce(&other).ok_or_else(|| unsupported("this system has no OFD locks"))?;
         Ok(Self {
             device: meta.dev(),
             inode: meta.ino(),

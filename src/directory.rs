@@ -16,17 +16,23 @@ use std::time::{Duration, Instant};
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, openat};
 use nix::sys::stat::{Mode as Permissions, fstat, fstatat};
+use nix::sys::statfs::{FsType, TMPFS_MAGIC};
 use nix::unistd::{UnlinkatFlags, unlinkat};
 
 use crate::error::{Error, Result, WaitState};
 use crate::file::identity;
-use crate::fork::Unshared;
+use crate::fork::{Unshared, above_standard};
+use crate::held::Held;
+use crate::holders::FileIdentity;
 use crate::lock::{self, Exclusive, Freeing};
 use crate::publish::UNNAMED_PREFIX;
 use crate::retry::uninterrupted;
 use crate::spec::{EngineId, NAME_PREFIX, NAME_SUFFIX};
 use crate::step::{Step, reached};
 use crate::wait::Waiter;
+
+/// Of `statfs(2)`; a tmpfs without a limit, and without swap.
+const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
 
 /// The living hold the directory's lock for microseconds: even a wait that is over waits this long for it.
 const LOCK_GRACE: Duration = Duration::from_millis(100);
@@ -35,7 +41,7 @@ const LOCK_GRACE: Duration = Duration::from_millis(100);
 #[derive(Debug)]
 pub struct Directory {
     path: PathBuf,
-    pub(crate) fd: OwnedFd,
+    pub(crate) fd: Held<OwnedFd>,
     pub(crate) device: u64,
 }
 
@@ -46,7 +52,8 @@ impl Directory {
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
         let fd = uninterrupted(|| nix::fcntl::open(path, flags, Permissions::empty()))
             .map_err(|errno| Error::os("open", path, errno))?;
-        let device = fstat(&fd).map_err(|errno| Error::os("fstat", path, errno))?.st_dev;
+        let fd = Held::new(above_standard(fd)).map_err(|source| Error::os("fstat", path, source))?;
+        let device = fd.identity().device;
         Ok(Self {
             path: path.to_owned(),
             fd,
@@ -122,6 +129,13 @@ impl Directory {
         lock::is_freeing(&self.fd)
     }
 
+    /// The filesystem's type, if its files are kept on a disk. `None` where they are in memory, and where nobody says.
+    #[must_use]
+    pub fn type_on_disk(&self) -> Option<i64> {
+        let found = nix::sys::statfs::fstatfs(&self.fd).ok()?.filesystem_type();
+        (found != TMPFS_MAGIC && found != RAMFS_MAGIC).then_some(found.0)
+    }
+
     /// Room in the filesystem.
     ///
     /// # Errors
@@ -171,10 +185,15 @@ impl Directory {
 
     /// Takes the name away if it still stands for this very file (G7), and says whether it did.
     pub(crate) fn drop_name(&self, name: &CStr, file: &impl AsFd) -> Result<bool> {
+        let ours = fstat(file).map_err(|errno| Error::os("fstat", self.join(name), errno))?;
+        self.drop_name_of(name, identity(&ours))
+    }
+
+    /// The caller keeps the file open or mapped: else its identity is no proof.
+    fn drop_name_of(&self, name: &CStr, ours: FileIdentity) -> Result<bool> {
         let os = |call| move |errno: Errno| Error::os(call, self.join(name), errno);
-        let ours = fstat(file).map_err(os("fstat"))?;
         match fstatat(&self.fd, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
-            Ok(stat) if identity(&stat) == identity(&ours) => {}
+            Ok(stat) if identity(&stat) == ours => {}
             Ok(_) | Err(Errno::ENOENT) => return Ok(false),
             Err(errno) => return Err(os("fstatat")(errno)),
         }
@@ -190,10 +209,10 @@ impl Directory {
     ///
     /// # Errors
     /// [`Error::Os`].
-    pub fn drop_own_name(&self, name: &CStr, file: &impl AsFd) -> Result<bool> {
+    pub(crate) fn drop_own_name(&self, name: &CStr, ours: FileIdentity) -> Result<bool> {
         let mut go_on = crate::wait::never_stop();
         let _locked = self.lock(&mut Waiter::new(Duration::from_secs(1), &mut go_on)).ok();
-        self.drop_name(name, file)
+        self.drop_name_of(name, ours)
     }
 }
 

@@ -2,10 +2,13 @@
 //! three in the morning, and [`Error::hint`] says what to do about it.
 
 use std::io;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use nix::libc;
+
 use crate::spec::Geometry;
+use crate::text::{Shown, shown};
 
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -34,7 +37,7 @@ pub enum Error {
     },
 
     /// A live region under this id has another shape.
-    #[error("another geometry lives at `{path}`: wanted {wanted}, found {found}", path = path.display())]
+    #[error("another geometry lives at `{path}`: wanted {wanted}, found {found}", path = shown(path))]
     GeometryMismatch {
         path: PathBuf,
         wanted: Geometry,
@@ -42,7 +45,7 @@ pub enum Error {
     },
 
     /// The filesystem, the memory or a limit cannot hold the region.
-    #[error("not enough {resource} for `{path}`: wanted {wanted_bytes} bytes, {available}", path = path.display())]
+    #[error("not enough {resource} for `{path}`: wanted {wanted_bytes} bytes, {available}", path = shown(path))]
     NoSpace {
         path: PathBuf,
         resource: Resource,
@@ -54,7 +57,7 @@ pub enum Error {
     /// `huge_pages="require"`, and not every whole huge page of the region is one.
     #[error(
         "huge pages are required for `{path}`: {huge_bytes} of {wanted_bytes} bytes are in huge pages: {reason}",
-        path = path.display()
+        path = shown(path)
     )]
     NoHugePages {
         path: PathBuf,
@@ -65,15 +68,15 @@ pub enum Error {
     },
 
     /// Something at the path is not a region file of ours. It was not touched.
-    #[error("refused the file at `{path}`: {reason}", path = path.display())]
+    #[error("refused the file at `{path}`: {reason}", path = shown(path))]
     Foreign { path: PathBuf, reason: String, errno: i32 },
 
     /// `mode="create"`, and the region lives.
-    #[error("region `{path}` exists and is in use ({size_bytes} bytes)", path = path.display())]
+    #[error("region `{path}` exists and is in use ({size_bytes} bytes)", path = shown(path))]
     Exists { path: PathBuf, size_bytes: u64 },
 
     /// A wait came to its end.
-    #[error("gave up on `{path}` after {:.3} s: {state}", waited.as_secs_f64(), path = path.display())]
+    #[error("gave up on `{path}` after {:.3} s: {state}", waited.as_secs_f64(), path = shown(path))]
     Timeout {
         path: PathBuf,
         waited: Duration,
@@ -136,7 +139,7 @@ pub enum Error {
     Closed,
 
     /// A system call failed in a way that has no better name.
-    #[error("{call} failed for `{path}`: {source}", path = path.display())]
+    #[error("{call} failed for `{path}`: {source}", path = shown(path))]
     Os {
         call: &'static str,
         path: PathBuf,
@@ -180,6 +183,8 @@ impl std::fmt::Display for FoundGeometry {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Resource {
     Space,
+    /// What this user may have of the filesystem (tmpfs knows quotas from Linux 6.6 on).
+    Quota,
     Inodes,
     Memory,
     FileSizeLimit,
@@ -189,6 +194,7 @@ impl std::fmt::Display for Resource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::Space => "space",
+            Self::Quota => "quota",
             Self::Inodes => "inodes",
             Self::Memory => "memory",
             Self::FileSizeLimit => "room under the file size limit",
@@ -298,7 +304,7 @@ pub enum Warning {
     /// The region fits the filesystem, but not what the control group may still use: the kernel may kill.
     #[error(
         "{wanted_bytes} bytes for `{path}` are charged to this control group, which uses {current_bytes} of {limit_bytes} bytes",
-        path = path.display()
+        path = shown(path)
     )]
     ControlGroup {
         path: PathBuf,
@@ -307,8 +313,12 @@ pub enum Warning {
         limit_bytes: u64,
     },
 
+    /// Every byte goes to a disk, sooner or later.
+    #[error("the directory of `{path}` is not in memory: filesystem type {filesystem_type:#x}, not a tmpfs", path = shown(path))]
+    NotInMemory { path: PathBuf, filesystem_type: i64 },
+
     /// The pages are placed as the kernel does by default.
-    #[error("the NUMA policy of `{path}` was not set: {source}", path = path.display(), source = io::Error::from_raw_os_error(*errno))]
+    #[error("the NUMA policy of `{path}` was not set: {source}", path = shown(path), source = io::Error::from_raw_os_error(*errno))]
     Numa { path: PathBuf, errno: i32 },
 }
 
@@ -320,9 +330,11 @@ impl Warning {
             Self::ControlGroup { .. } => {
                 "raise the container's memory limit by the size of the region, or the kernel may kill a process while pages are reserved"
             }
+            Self::NotInMemory { .. } => {
+                "mount a tmpfs there: on a disk the region is slow, its pages are written out, and a crash leaves it there until the next constructor"
+            }
             Self::Numa {
-                errno: nix::libc::EINVAL,
-                ..
+                errno: libc::EINVAL, ..
             } => "the node must exist and be among those that this process may use (`numactl --show`)",
             Self::Numa { .. } => {
                 "the region works and is placed as the kernel does by default; in a container, CAP_SYS_NICE lets the call through"
@@ -345,13 +357,13 @@ impl Error {
     pub fn errno(&self) -> Option<i32> {
         match self {
             Self::NoSpace { errno, .. } | Self::Foreign { errno, .. } => Some(*errno),
-            Self::Exists { .. } => Some(nix::libc::EEXIST),
-            Self::NoHugePages { .. } => Some(nix::libc::ENOMEM),
+            Self::Exists { .. } => Some(libc::EEXIST),
+            Self::NoHugePages { .. } => Some(libc::ENOMEM),
             Self::Timeout {
                 state: WaitState::NoFile { .. },
                 ..
-            } => Some(nix::libc::ENOENT),
-            Self::Timeout { .. } => Some(nix::libc::ETIMEDOUT),
+            } => Some(libc::ENOENT),
+            Self::Timeout { .. } => Some(libc::ETIMEDOUT),
             Self::Os { source, .. } => source.raw_os_error(),
             _ => None,
         }
@@ -403,6 +415,10 @@ impl Error {
                     "make /dev/shm larger (docker: --shm-size or --ipc=host; Kubernetes: an emptyDir with medium Memory), or ask for fewer blocks"
                         .into()
                 }
+                Resource::Quota => {
+                    "the filesystem has room, this user's quota has not: remove what the user no longer needs there, or have the quota raised (`mount | grep /dev/shm` and `quota` show it; systemd sets one at log-in)"
+                        .into()
+                }
                 Resource::Inodes => {
                     "bytes may be free, but the mount's nr_inodes are used up: remove small files or remount with more".into()
                 }
@@ -439,6 +455,7 @@ impl Error {
                 });
                 if !similar.is_empty() {
                     hint.push_str("; regions present: ");
+                    let similar: Vec<_> = similar.iter().map(|id| Shown(id).to_string()).collect();
                     hint.push_str(&similar.join(", "));
                 }
                 if let Ok(host) = nix::sys::utsname::uname() {
@@ -463,20 +480,45 @@ impl Error {
             Self::Closed => "open a new region: a closed one does not come back".into(),
             Self::Forked => "open the region in the child by a call of its own".into(),
             Self::Interrupted => return None,
-            Self::Os { source, path, .. } => match source.raw_os_error() {
-                Some(nix::libc::ENOENT) => format!(
-                    "is `{}` mounted? regions need a writable tmpfs there",
-                    path.display()
-                ),
-                Some(nix::libc::EROFS) => "the filesystem is mounted read-only: remount it read-write".into(),
-                Some(nix::libc::EACCES | nix::libc::EPERM) => {
-                    "check the owner and mode of the directory, and the sandbox's rules".into()
-                }
-                Some(nix::libc::EMFILE | nix::libc::ENFILE) => "raise the limit of open files (`ulimit -n`)".into(),
-                Some(nix::libc::ENOMEM) => "the address space or the memory of this process is limited (`ulimit -v`, cgroup)".into(),
-                _ => "the kernel or a sandbox did not let it happen: the manual page of the call explains the error".into(),
-            },
+            Self::Os { call, path, source } => hint_for_call(call, path, source.raw_os_error()),
         };
         Some(text)
+    }
+}
+
+/// What a person can do about a system call that failed with `errno`.
+fn hint_for_call(call: &str, path: &Path, errno: Option<i32>) -> String {
+    let Some(errno) = errno else {
+        return "the system lacks what this needs: OFD locks, and /proc or the region's name".into();
+    };
+    match (call, errno) {
+        ("mmap", libc::EACCES | libc::EPERM) => {
+            "the file may be opened and not mapped: a security policy forbids it (SELinux `map`, seccomp, AppArmor `m`); its log tells which rule".into()
+        }
+        ("mmap", libc::EAGAIN) => {
+            "this process locks all its memory (mlockall) and may not lock that much: raise `ulimit -l`".into()
+        }
+        ("flock", libc::ENOLCK | libc::ENOSYS | libc::EINVAL | libc::EOPNOTSUPP) => {
+            "regions need `flock`, which this filesystem or sandbox does not have".into()
+        }
+        ("ftruncate" | "fallocate", libc::EINVAL | libc::EOPNOTSUPP) => {
+            "is it a tmpfs? a hugetlbfs, for example, has no files of any size".into()
+        }
+        // Only of the directory: a name that is missing is no error anywhere.
+        (_, libc::ENOENT | libc::ENOTDIR) => {
+            format!("is `{}` mounted? regions need a writable tmpfs there", shown(path))
+        }
+        (_, libc::EROFS) => "the filesystem is mounted read-only: remount it read-write".into(),
+        (_, libc::EACCES | libc::EPERM) => {
+            "check the owner and mode of the directory (1777), and the sandbox's rules".into()
+        }
+        (_, libc::EMFILE | libc::ENFILE) => "raise the limit of open files (`ulimit -n`)".into(),
+        (_, libc::ENOMEM) => {
+            "the address space or the memory of this process is limited (`ulimit -v`, cgroup, `sysctl vm.max_map_count`)".into()
+        }
+        (_, libc::EBADF) => {
+            "somebody closed all descriptors of this process, as daemons do when they start: open regions after that; blocks that are mapped stay usable".into()
+        }
+        _ => "the kernel or a sandbox did not let it happen: the manual page of the call explains the error".into(),
     }
 }

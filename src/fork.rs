@@ -131,8 +131,20 @@ impl Unshared {
     }
 }
 
+/// The same open file under a number above those of stdin, stdout and stderr: where one of these is closed, the next
+/// file gets its number, and what others print would be written into a region.
+#[must_use]
+pub fn above_standard(fd: OwnedFd) -> OwnedFd {
+    if fd.as_raw_fd() > libc::STDERR_FILENO {
+        return fd;
+    }
+    // Cloning takes a number from 3 on. Locks belong to the open file, which stays.
+    fd.try_clone().unwrap_or(fd)
+}
+
 impl From<OwnedFd> for Unshared {
     fn from(fd: OwnedFd) -> Self {
+        let fd = above_standard(fd);
         Self {
             _transient: Transient::new(&fd),
             file: fd.into(),

@@ -16,6 +16,7 @@ pub mod directory;
 pub mod error;
 pub mod file;
 pub mod fork;
+mod held;
 pub mod holders;
 pub mod huge;
 mod kernel;
@@ -36,6 +37,7 @@ pub mod reserve;
 mod retry;
 pub mod spec;
 pub mod step;
+mod text;
 mod transfer;
 pub mod wait;
 

@@ -6,7 +6,7 @@
 use std::fs::File;
 use std::io;
 use std::ops::Range;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use memmap2::{Advice, MmapOptions, MmapRaw, RemapOptions};
@@ -20,6 +20,8 @@ pub struct Mapping {
     start: *mut u8,
     len_bytes: usize,
     after_unmap: Mutex<Option<Box<dyn FnOnce() + Send>>>,
+    /// Buffers that callers hold of it, for who wants to know why it stays.
+    pub views: AtomicUsize,
 }
 
 // SAFETY: `start` is the address of `raw`, which may be used and dropped by any thread; nothing is borrowed from it.
@@ -64,10 +66,13 @@ impl Mapping {
         if len_bytes >= align_bytes && !is_aligned(&raw, align_bytes) {
             raw = map_aligned(file, len_bytes, align_bytes, raw)?;
         }
+        // A core file of each process would hold the whole region. Where the kernel refuses, it does.
+        let _ = raw.advise(Advice::DontDump);
         Ok(Self {
             start: raw.as_mut_ptr(),
             raw: Some(raw),
             len_bytes,
+            views: AtomicUsize::new(0),
             after_unmap: Mutex::new(None),
         })
     }

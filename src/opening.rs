@@ -20,7 +20,7 @@ use crate::mapping::{Mapping, page_bytes};
 use crate::numa;
 use crate::prefault::{self, PrefaultReport, Site};
 use crate::publish::Publication;
-use crate::reap::{self, Reclaimed};
+use crate::reap::{self, PassedOver, Reclaimed};
 use crate::region::{OpenReport, Role};
 use crate::reserve::{self, Fault};
 use crate::spec::{Mode, Numa, Populate, Spec};
@@ -41,6 +41,7 @@ pub(crate) struct Opening<'s> {
     path: PathBuf,
     has_swept: bool,
     reclaimed: Vec<Reclaimed>,
+    passed_over: Vec<PassedOver>,
 }
 
 /// What one look at the name led to.
@@ -91,6 +92,7 @@ impl<'s> Opening<'s> {
             path: directory.join(spec.id.file_name()),
             has_swept: false,
             reclaimed: Vec::new(),
+            passed_over: Vec::new(),
         })
     }
 
@@ -131,6 +133,7 @@ impl<'s> Opening<'s> {
                             waited,
                             prefault,
                             reclaimed: self.reclaimed,
+                            passed_over: self.passed_over,
                         },
                     });
                 }
@@ -229,8 +232,9 @@ impl<'s> Opening<'s> {
             Probe::Absent if !self.has_swept => {
                 // The dead of other ids may hold the space that this region needs.
                 drop(locked);
-                self.reclaimed
-                    .extend(reap::reclaim_dead(&self.directory, &self.name, waiter)?);
+                let swept = reap::reclaim_dead(&self.directory, &self.name, waiter)?;
+                self.reclaimed.extend(swept.reclaimed);
+                self.passed_over = swept.passed_over;
                 self.has_swept = true;
                 Ok(Look::Again)
             }
@@ -324,6 +328,10 @@ impl<'s> Opening<'s> {
     /// meanwhile wait for `preparing` to end before they use a byte.
     fn prepare(&self, file: &Unshared, preparing: Preparing, waiter: &mut Waiter<'_, '_>) -> Result<Prepared> {
         let total = self.spec.geometry.total_bytes();
+        if let Some(filesystem_type) = self.directory.type_on_disk() {
+            let path = self.path.clone();
+            waiter.warn(&Warning::NotInMemory { path, filesystem_type })?;
+        }
         // Said before a byte is charged: afterwards there may be nobody left to say it.
         if let Some(warning) = reserve::control_group_warning(reserve::control_group(), total, &self.path) {
             waiter.warn(&warning)?;

@@ -148,12 +148,16 @@ impl Locked<'_> {
         }
     }
 
-    /// A new file takes an inode and no bytes, so what ran out is inodes.
+    /// A new file takes an inode and no bytes, so what ran out is inodes, or what this user may have of them.
     fn cannot_make(&self, call: &'static str, name: &CStr, geometry: Geometry, errno: Errno) -> Error {
         match (errno, self.directory.room()) {
             (Errno::ENOSPC | Errno::EDQUOT, Ok(room)) => Error::NoSpace {
                 path: self.directory.join(name),
-                resource: Resource::Inodes,
+                resource: if errno == Errno::EDQUOT {
+                    Resource::Quota
+                } else {
+                    Resource::Inodes
+                },
                 wanted_bytes: geometry.total_bytes() as u64,
                 available: Available::Inodes {
                     free: room.free_inodes,

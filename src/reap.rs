@@ -20,13 +20,41 @@ pub struct Reclaimed {
     pub bytes: u64,
 }
 
+/// A file that bears a region's name and was left where it is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PassedOver {
+    pub file_name: String,
+    pub reason: String,
+}
+
+/// What a look at all names came to.
+#[derive(Debug, Default)]
+pub struct Swept {
+    pub reclaimed: Vec<Reclaimed>,
+    /// Not the living, of which there is nothing to say; a handful.
+    pub passed_over: Vec<PassedOver>,
+}
+
+impl Swept {
+    fn pass_over(&mut self, name: &CStr, reason: impl ToString) {
+        const MOST: usize = 32;
+
+        if self.passed_over.len() < MOST {
+            self.passed_over.push(PassedOver {
+                file_name: name.to_string_lossy().into_owned(),
+                reason: reason.to_string(),
+            });
+        }
+    }
+}
+
 /// Removes every dead region of this user but `except`. What is not ours, not proven dead, or cannot
 /// be removed is passed over: nobody's constructor fails because of it.
 ///
 /// # Errors
 /// Only what ends the wait for the directory's lock.
-pub fn reclaim_dead(directory: &Directory, except: &CStr, waiter: &mut Waiter<'_, '_>) -> Result<Vec<Reclaimed>> {
-    let mut reclaimed = Vec::new();
+pub fn reclaim_dead(directory: &Directory, except: &CStr, waiter: &mut Waiter<'_, '_>) -> Result<Swept> {
+    let mut swept = Swept::default();
     for name in directory.names() {
         if name.as_c_str() == except {
             continue;
@@ -34,11 +62,17 @@ pub fn reclaim_dead(directory: &Directory, except: &CStr, waiter: &mut Waiter<'_
         waiter.checkpoint()?;
         // One hold of the lock for each file: a long list must not keep other constructors waiting.
         let locked = directory.lock(waiter)?;
-        if let Ok(Probe::Dead { found, is_proven: true }) = locked.probe(&name) {
-            reclaimed.extend(reclaim(directory, locked, &name, found).ok().flatten());
+        match locked.probe(&name) {
+            Ok(Probe::Dead { found, is_proven: true }) => match reclaim(directory, locked, &name, found) {
+                Ok(reclaimed) => swept.reclaimed.extend(reclaimed),
+                Err(error) => swept.pass_over(&name, error),
+            },
+            Ok(Probe::Dead { .. }) => swept.pass_over(&name, "whether somebody holds it cannot be seen from here"),
+            Ok(Probe::Live(_) | Probe::Absent | Probe::Changed | Probe::Locked) => {}
+            Err(error) => swept.pass_over(&name, error),
         }
     }
-    Ok(reclaimed)
+    Ok(swept)
 }
 
 /// Takes a dead file's name away and gives its pages back, the slow part of it without the lock. `None` where

@@ -14,12 +14,13 @@ use crate::counters::{self, COUNTING};
 use crate::directory::Directory;
 use crate::error::{Error, Result, WaitState};
 use crate::fork::Process;
+use crate::held::Held;
 use crate::lock;
 use crate::mapping::{Mapping, page_bytes};
 use crate::opening::{self, Opening};
 use crate::pin::{HostRegistrar, Leftover, PinRefused, PinReport, Pinned, Plan, Refusal};
 use crate::prefault::PrefaultReport;
-use crate::reap::{self, Reclaimed};
+use crate::reap::{self, PassedOver, Reclaimed};
 use crate::spec::{Geometry, Spec};
 use crate::step::{Step, reached};
 use crate::wait::{Checkpoint, Waiter};
@@ -44,6 +45,8 @@ pub struct OpenReport {
     pub prefault: PrefaultReport,
     /// Dead files that were removed on the way.
     pub reclaimed: Vec<Reclaimed>,
+    /// Files that bear a region's name, and were not looked at, or not removed.
+    pub passed_over: Vec<PassedOver>,
 }
 
 /// What closing a region could not do; none of it is the caller's fault.
@@ -51,6 +54,8 @@ pub struct OpenReport {
 pub struct CloseReport {
     /// The name could not be taken away: the next constructor will.
     pub name_problem: Option<Error>,
+    /// Somebody else had closed a descriptor of the region; its number was left alone.
+    pub is_descriptor_lost: bool,
     /// The device still has the pages, so the mapping is kept for good.
     pub unregister_problems: Vec<Refusal>,
 }
@@ -72,7 +77,7 @@ pub struct Region {
     /// The mapping is kept for good.
     is_kept: bool,
     mapping: Option<Arc<Mapping>>,
-    file: Option<File>,
+    file: Option<Held<File>>,
     /// Every byte is known to be backed.
     is_ready: bool,
     /// The end of every wait.
@@ -103,6 +108,7 @@ impl Region {
         if opened.report.prefault.fallback.is_some() {
             counters::count(&COUNTING.fallbacks);
         }
+        let file = Held::new(opened.file).map_err(|source| Error::os("fstat", &opened.path, source))?;
         let region = Self {
             role: opened.role,
             geometry: spec.geometry,
@@ -114,7 +120,7 @@ impl Region {
             leftover: None,
             is_kept: false,
             mapping: Some(Arc::new(opened.mapping)),
-            file: Some(opened.file),
+            file: Some(file),
             is_ready: opened.is_ready,
             timeout: spec.timeout,
         };
@@ -162,6 +168,7 @@ impl Region {
         let wanted_bytes = self.geometry.total_bytes();
         if !self.is_ready {
             reached(Step::AwaitBacking);
+            self.own_file()?;
             if !lock::is_being_prepared(file) {
                 opening::back(file, wanted_bytes, &self.directory, &self.path, waiter)?;
                 self.is_ready = true;
@@ -207,7 +214,16 @@ impl Region {
     /// The region's file. `None` once closed.
     #[must_use]
     pub fn file(&self) -> Option<&File> {
-        self.file.as_ref()
+        self.file.as_deref()
+    }
+
+    /// The file, if its descriptor is still ours to use.
+    fn own_file(&self) -> Result<&File> {
+        let file = self.file.as_ref().ok_or(Error::Closed)?;
+        let lost = |source| Error::os("fstat", &self.path, source);
+        file.must_be_ours().map_err(lost)?;
+        self.directory.fd.must_be_ours().map_err(lost)?;
+        Ok(file)
     }
 
     #[must_use]
@@ -220,8 +236,7 @@ impl Region {
     /// # Errors
     /// [`Error::Closed`], [`Error::Os`].
     pub fn check(&self) -> Result<CheckReport> {
-        let file = self.file.as_ref().ok_or(Error::Closed)?;
-        check::check(file, &self.directory, &self.name, self.geometry)
+        check::check(self.own_file()?, &self.directory, &self.name, self.geometry)
             .map_err(|source| Error::os("fstat", &self.path, source))
     }
 
@@ -230,8 +245,7 @@ impl Region {
     /// # Errors
     /// [`Error::Closed`], [`Error::Os`].
     pub fn identity(&self) -> Result<Identity> {
-        let file = self.file.as_ref().ok_or(Error::Closed)?;
-        Identity::of(file).map_err(|source| Error::os("open", &self.path, source))
+        Identity::of(self.own_file()?, &self.path).map_err(|source| Error::os("open", &self.path, source))
     }
 
     /// Takes the name away before the region is closed, for callers who know that everybody is in: the memory then
@@ -242,12 +256,15 @@ impl Region {
     /// # Errors
     /// [`Error::Closed`], [`Error::Os`].
     pub fn release_name(&self) -> Result<bool> {
-        let file = self.file.as_ref().ok_or(Error::Closed)?;
+        self.own_file()?;
+        let Some(file) = &self.file else {
+            return Err(Error::Closed);
+        };
         if self.role != Role::Creator || !self.is_owned_here() {
             return Ok(false);
         }
         reached(Step::DropName);
-        self.directory.drop_own_name(&self.name, file)
+        self.directory.drop_own_name(&self.name, file.identity())
     }
 
     /// False in a child that was forked after the region was opened.
@@ -345,10 +362,17 @@ impl Region {
             return report;
         }
         reached(Step::Close);
-        let freeing = self.directory.begin_freeing();
+        report.is_descriptor_lost = file.must_be_ours().is_err() || self.directory.fd.must_be_ours().is_err();
+        // The mapping keeps the inode, so the name can still be told from a successor's.
+        let reopened = report
+            .is_descriptor_lost
+            .then(|| Directory::open(self.directory.path()));
+        let directory = reopened.and_then(Result::ok);
+        let directory = directory.as_ref().unwrap_or(&self.directory);
+        let freeing = directory.begin_freeing();
         if self.role == Role::Creator {
             reached(Step::DropName);
-            report.name_problem = self.directory.drop_own_name(&self.name, &file).err();
+            report.name_problem = directory.drop_own_name(&self.name, file.identity()).err();
         }
         reached(Step::Unregister);
         for result in [self.settle_leftover(), self.unpin().map(|_| ())] {

@@ -107,7 +107,8 @@ fn no_space(errno: Errno, wanted_bytes: usize, directory: &Directory, path: &Pat
         }
     };
     let resource = match errno {
-        Errno::ENOSPC | Errno::EDQUOT => Resource::Space,
+        Errno::ENOSPC => Resource::Space,
+        Errno::EDQUOT => Resource::Quota,
         Errno::ENOMEM => Resource::Memory,
         Errno::EFBIG => Resource::FileSizeLimit,
         other => return Error::os("fallocate", path, other),

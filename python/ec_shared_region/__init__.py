@@ -6,6 +6,7 @@ Importing this package loads neither torch nor CUDA: torch comes with the first 
 
 from __future__ import annotations
 
+from . import _early  # isort: skip  # before what takes its time to import
 from ._core import build_info
 from ._core import wait_for_file_size as _wait_for_file_size
 from .check import CheckResult, Identity
@@ -75,5 +76,7 @@ __all__ = [
     "preflight",
     "reap",
 ]
+
+del _early
 
 __version__: str = build_info()["version"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -98,6 +99,11 @@ def _problems(report: _core.CheckReport, path: str) -> list[str]:
         problems.append(f"another process uses this file with blocks of {report.foreign_block_size} bytes")
     if report.links > 1:
         problems.append(f"the file has {report.links} names: no constructor will join it any more")
+    if report.uid != os.geteuid():
+        problems.append(
+            f"the file belongs to uid {report.uid}, this process runs as uid {os.geteuid()}: no constructor of either "
+            "user joins what the other has; open regions after privileges are dropped, and give no file away"
+        )
     if report.mode & 0o077:
         problems.append(f"the mode {report.mode:04o} lets other users in: no constructor will join it any more")
     return problems

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import operator
+import os
 import warnings
 import weakref
 from functools import cached_property
@@ -32,6 +33,9 @@ logger = logging.getLogger("ec_shared_region")
 
 # Cleaned up when the interpreter ends; a process that is killed leaves its file to the next constructor.
 _open_regions: weakref.WeakSet[ECSharedRegion] = weakref.WeakSet()
+
+# Codes of failed registrations that were warned of: what one region met, the next of this process meets too.
+_warned_codes: set[int | None] = set()
 
 
 class ECSharedRegion(_core.Region):
@@ -129,20 +133,21 @@ class ECSharedRegion(_core.Region):
             self.__dict__.pop(name, None)
         self._is_open = True
         self._blocks_nbytes = num_blocks * block_size_bytes
-        self._warned_codes: set[int | None] = set()
         _open_regions.add(self)
         for file_name, freed_bytes in opened.reclaimed:
-            logger.info("removed %s, which a dead process left: %d bytes", file_name, freed_bytes)
+            logger.info("removed %s, which a dead process left: %d bytes", _core.shown(file_name), freed_bytes)
+        for file_name, reason in opened.passed_over:
+            logger.debug("left %s where it is: %s", _core.shown(file_name), reason)
         if logger.isEnabledFor(logging.INFO):
             self._log_opened(opened)
 
     def _log_opened(self, opened: _core.OpenReport) -> None:
         logger.info(
             "%s region %s (engine_id %s, inode %d): %d blocks x %d bytes = %d bytes, in %.3f s "
-            "(waited %.3f s, %s by %s in %.3f s, %d bytes in huge pages, %d threads)%s",
+            "(waited %.3f s, %s by %s in %.3f s, %d bytes in huge pages, %d threads)%s%s",
             "created" if opened.is_creator else "joined",
-            opened.path,
-            self.engine_id,
+            self._shown_path,
+            _core.shown(self.engine_id),
             opened.inode,
             self.num_blocks,
             self.block_size_bytes,
@@ -155,9 +160,10 @@ class ECSharedRegion(_core.Region):
             opened.huge_bytes,
             opened.threads,
             "" if opened.is_ready else "; its creator still prepares it",
+            _room_left(opened.path) if opened.is_creator else "",
         )
         if opened.fallback is not None:
-            logger.debug("%s: base pages: %s", opened.path, opened.fallback)
+            logger.debug("%s: base pages: %s", self._shown_path, opened.fallback)
 
     @cached_property
     def prefault_report(self) -> PrefaultReport:
@@ -213,6 +219,10 @@ class ECSharedRegion(_core.Region):
         return self._mmap_path
 
     @property
+    def _shown_path(self) -> str:
+        return _core.shown(self._mmap_path)
+
+    @property
     def is_creator(self) -> bool:
         """Did this process make the region? The creator's :meth:`cleanup` takes the name away."""
         return self._is_creator
@@ -251,7 +261,8 @@ class ECSharedRegion(_core.Region):
         Each process that copies to or from a GPU must call it, and may do so in a thread while others use
         ``blocks``. Does nothing where CUDA is not available, where the region is pinned already, and where
         the environment variable ``EC_SHARED_REGION_PIN`` is ``0``. Either every byte is registered or none.
-        A failure is a warning with the code, once for each code: transfers still work, but slower.
+        A failure is a warning with the code, once for each code and process (a line at INFO from then on):
+        transfers still work, but slower.
 
         :param max_piece_bytes: most bytes of one registration; a piece is a multiple of the least common
             multiple of page and block size. Default: ``EC_SHARED_REGION_MAX_PIECE_BYTES``, else 64 GiB.
@@ -269,7 +280,7 @@ class ECSharedRegion(_core.Region):
         else:
             max_piece_bytes = _whole_number("max_piece_bytes", max_piece_bytes, smallest=1)
         if pin.is_switched_off():
-            logger.info("%s stays unpinned: %s is off", self._mmap_path, pin.PIN_SWITCH)
+            logger.info("%s stays unpinned: %s is off", self._shown_path, pin.PIN_SWITCH)
             _core.count_pin_skipped()
             return self._remember(pin.not_pinned(f"switched off by {pin.PIN_SWITCH}"))
         try:
@@ -285,11 +296,11 @@ class ECSharedRegion(_core.Region):
             return self._pin_result  # another thread was faster
         self._remember(result)
         if outcome.not_undone is not None:
-            logger.warning("%s: %s", self._mmap_path, outcome.not_undone)
+            logger.warning("%s: %s", self._shown_path, outcome.not_undone)
         if result:
             logger.info(
                 "pinned %s: %d bytes in %d pieces, %.3f s, through %s (%s)",
-                self._mmap_path,
+                self._shown_path,
                 result.bytes,
                 result.pieces,
                 result.seconds,
@@ -297,14 +308,13 @@ class ECSharedRegion(_core.Region):
                 result.library_path,
             )
         elif result.backend is None:
-            logger.debug("%s stays unpinned: %s", self._mmap_path, result.reason)
+            logger.debug("%s stays unpinned: %s", self._shown_path, result.reason)
         else:
-            failure = pin.failure_of(outcome, result, self._mmap_path, self._blocks_nbytes)
+            failure = pin.failure_of(outcome, result, self._shown_path, self._blocks_nbytes)
             if strict:
                 raise failure
-            if result.code not in self._warned_codes:
-                self._warned_codes.add(result.code)
-                logger.warning("%s", failure)
+            logger.log(logging.INFO if result.code in _warned_codes else logging.WARNING, "%s", failure)
+            _warned_codes.add(result.code)
         return result
 
     def unpin_memory(self) -> None:
@@ -319,8 +329,8 @@ class ECSharedRegion(_core.Region):
         self._pin_result = None
         problem = self._unpin()
         if problem is not None:
-            logger.warning("%s: %s", self._mmap_path, problem)
-        logger.info("unpinned %s", self._mmap_path)
+            logger.warning("%s: %s", self._shown_path, problem)
+        logger.info("unpinned %s", self._shown_path)
 
     def scatter_blocks(self, ids: BlockIds, src: Memory, *, nbytes: int | None = None) -> None:
         """Copies ``src`` into the blocks ``ids``: the first ``block_size_bytes`` of it into the first block, and so on.
@@ -388,7 +398,7 @@ class ECSharedRegion(_core.Region):
         :raises ValueError: the region is closed.
         :raises OSError: the file cannot be looked at.
         """
-        return check.result_of(self._check(), self._mmap_path)
+        return check.result_of(self._check(), self._shown_path)
 
     def identity(self) -> Identity:
         """Which creation of the region this is; equal in every process that shares the bytes.
@@ -445,7 +455,7 @@ class ECSharedRegion(_core.Region):
             try:
                 pin.synchronize()
             except Exception as error:  # an earlier fault of a kernel comes out here
-                logger.warning("%s: torch.cuda.synchronize() failed: %s", self._mmap_path, error)
+                logger.warning("%s: torch.cuda.synchronize() failed: %s", self._shown_path, error)
         was_open = self._is_open
         self._is_open = False
         self.__dict__.pop("blocks", None)
@@ -454,9 +464,16 @@ class ECSharedRegion(_core.Region):
         _open_regions.discard(self)
         # Also where the attributes say "closed": Ctrl-C may have cut the constructor short behind the core's open.
         for problem in self._close():
-            logger.warning("%s: %s", self._mmap_path, problem)
+            logger.warning("%s: %s", self._shown_path, problem)
         if was_open:
-            logger.info("closed %s", self._mmap_path)
+            views = self._views_left()
+            logger.info(
+                "closed %s%s",
+                self._shown_path,
+                f"; held by {views} {'view' if views == 1 else 'views'}, its memory stays until the last is gone"
+                if views
+                else "",
+            )
 
     def __enter__(self) -> Self:
         self._must_be_open()
@@ -489,6 +506,18 @@ class ECSharedRegion(_core.Region):
         raise TypeError(f"cannot pickle {type(self).__name__}: open the region by its engine_id in the other process")
 
 
+def _room_left(path: str) -> str:
+    """What the filesystem has left, for the log; nothing where it has no limit."""
+    try:
+        room = os.statvfs(os.path.dirname(path))
+    except OSError:
+        return ""
+    if not room.f_blocks:
+        return ""
+    free_bytes, total_bytes = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    return f"; {free_bytes} of {total_bytes} bytes are left in {os.path.dirname(path)}"
+
+
 def _text(what: str, value: object) -> str:
     if not isinstance(value, str):
         raise _argument_error(
@@ -497,14 +526,14 @@ def _text(what: str, value: object) -> str:
             f'give {what} as text, for example "engine0_dp0"' if what == "engine_id" else "see help(ECSharedRegion)",
         )
     try:
-        value.encode()
+        str.encode(value)
     except UnicodeEncodeError:
         raise _argument_error(
             errors.InvalidArgumentError,
             f"invalid {what}: {value!r:.80}: it is not valid Unicode text",
             "a lone surrogate cannot be a part of a file name",
         ) from None
-    return value
+    return str.__str__(value)  # a subclass may show itself as something else
 
 
 def _callable(what: str, value: Any) -> Any:

@@ -28,7 +28,7 @@ pub(super) enum Shape {
 
 /// What one export keeps until it is released: the mapping, and the numbers that `Py_buffer` points to.
 struct Export {
-    _mapping: Arc<Mapping>,
+    mapping: Arc<Mapping>,
     shape: [ffi::Py_ssize_t; 2],
     strides: [ffi::Py_ssize_t; 2],
 }
@@ -70,10 +70,11 @@ pub(super) unsafe fn fill(
         ));
     }
     let export = Box::into_raw(Box::new(Export {
-        _mapping: Arc::clone(mapping),
+        mapping: Arc::clone(mapping),
         shape: dimensions,
         strides,
     }));
+    mapping.views.fetch_add(1, Ordering::Relaxed);
     let wants_shape = has(flags, ffi::PyBUF_ND);
     // SAFETY: `view` is the caller's to write; `export` was just made and lives until `release`.
     unsafe {
@@ -111,7 +112,8 @@ pub(super) unsafe fn fill(
 pub(super) unsafe fn release(view: *mut ffi::Py_buffer) {
     // SAFETY: `internal` is the box of `fill`, which the interpreter gives back exactly once.
     let export = unsafe { Box::from_raw((*view).internal.cast::<Export>()) };
-    super::drop_detached(export._mapping);
+    export.mapping.views.fetch_sub(1, Ordering::Relaxed);
+    super::drop_detached(export.mapping);
 }
 
 /// The mapping as an object, in the place of the original's `mmap.mmap`: `_mmap_obj`.

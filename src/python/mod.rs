@@ -167,6 +167,12 @@ fn kept_mappings() -> usize {
     crate::region::kept_mappings()
 }
 
+/// A name or a path as messages show it, see [`crate::text`].
+#[pyfunction]
+fn shown(name: &str) -> String {
+    crate::text::Shown(name).to_string()
+}
+
 /// To be called as the last thing at exit: daemon threads in native work stay there from now on.
 #[pyfunction]
 fn begin_exit(py: Python<'_>) {
@@ -176,6 +182,7 @@ fn begin_exit(py: Python<'_>) {
 #[pymodule]
 #[pyo3(gil_used = false)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    thread::must_be_main_interpreter()?;
     errors::module(module.py())?;
     thread::learn_main_thread(module.py())?;
     module.add_class::<region::PyRegion>()?;
@@ -191,6 +198,7 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(build_info, module)?)?;
     module.add_function(wrap_pyfunction!(kept_mappings, module)?)?;
     module.add_function(wrap_pyfunction!(begin_exit, module)?)?;
+    module.add_function(wrap_pyfunction!(shown, module)?)?;
     module.add_function(wrap_pyfunction!(wait_for_file_size, module)?)?;
     module.add_function(wrap_pyfunction!(copy::plan_copy, module)?)?;
     module.add_function(wrap_pyfunction!(copy::copy_blocks, module)?)?;

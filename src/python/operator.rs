@@ -135,6 +135,7 @@ fn shortage(error: &Error) -> (&'static str, String, String, bool) {
     let what = match error {
         Error::NoSpace { resource, .. } => match resource {
             Resource::Space => "space",
+            Resource::Quota => "quota",
             Resource::Inodes => "inodes",
             Resource::Memory => "memory",
             Resource::FileSizeLimit => "file_size_limit",

@@ -9,7 +9,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError, Weak};
 use std::time::Instant;
 
 use pyo3::exceptions::{PyBufferError, PyException, PyRuntimeError};
@@ -60,6 +60,8 @@ pub(super) struct PyOpenReport {
     fallback: Option<String>,
     /// Dead files that were removed on the way: (file name, bytes).
     reclaimed: Vec<(String, u64)>,
+    /// Files with a region's name that were left: (file name, why).
+    passed_over: Vec<(String, String)>,
 }
 
 /// What `Region._check` found.
@@ -209,6 +211,8 @@ struct Exporter {
     /// Somebody took a simple buffer: it may keep only this object, as `torch.frombuffer` does, so the
     /// mapping must live as long as the object.
     is_lent: bool,
+    /// What was exported before the region was closed.
+    closed: Option<Weak<Mapping>>,
 }
 
 /// The state of an `ECSharedRegion`. Made empty, so that a subclass may take other arguments.
@@ -378,6 +382,7 @@ impl PyRegion {
     fn stop_exporting(&self) -> Option<Arc<Mapping>> {
         let mut exporter = lock(&self.exporter);
         exporter.is_open = false;
+        exporter.closed = exporter.mapping.as_ref().map(Arc::downgrade);
         if exporter.is_lent {
             None
         } else {
@@ -399,6 +404,7 @@ impl PyRegion {
                 is_open: false,
                 is_opening: false,
                 is_lent: false,
+                closed: None,
             }),
             owner: AtomicU64::new(Process::current().to_bits()),
             is_registered: AtomicBool::new(false),
@@ -489,6 +495,11 @@ impl PyRegion {
                 .into_iter()
                 .map(|reclaimed| (reclaimed.file_name, reclaimed.bytes))
                 .collect(),
+            passed_over: report
+                .passed_over
+                .into_iter()
+                .map(|passed_over| (passed_over.file_name, passed_over.reason))
+                .collect(),
         };
         *lock(&self.exporter) = Exporter {
             mapping: Some(mapping),
@@ -499,6 +510,7 @@ impl PyRegion {
             is_open: true,
             is_opening: false,
             is_lent: false,
+            closed: None,
         };
         self.owner.store(Process::current().to_bits(), Ordering::Relaxed);
         self.is_ready.store(opened.is_ready, Ordering::Relaxed);
@@ -639,6 +651,20 @@ impl PyRegion {
         })
     }
 
+    /// How many views keep the memory of a closed region: a tensor of `blocks` and all its slices are one.
+    fn _views_left(&self, py: Python<'_>) -> usize {
+        let exporter = lock(&self.exporter);
+        let Some(mapping) = exporter.closed.as_ref().and_then(Weak::upgrade) else {
+            return 0;
+        };
+        let lent = usize::from(exporter.is_lent);
+        drop(exporter);
+        let views = mapping.views.load(Ordering::Relaxed);
+        // The last view may have gone meanwhile.
+        detached(py, || drop(mapping));
+        views + lent
+    }
+
     /// Lets go of everything, see `cleanup`; waits for a registration in progress. Returns what could
     /// not be done, as text. Closing again does nothing.
     fn _close(&self, py: Python<'_>) -> Vec<String> {
@@ -657,10 +683,18 @@ impl PyRegion {
                 return Vec::new();
             };
             let report = region.close();
-            let name = report
-                .name_problem
-                .map(|error| format!("the name was not removed, the next constructor will do it: {error}"));
-            name.into_iter().chain(kept(&report.unregister_problems)).collect()
+            let lost = report.is_descriptor_lost.then(|| {
+                "somebody else had closed its descriptor, whose number was left alone: open regions after \
+                 all descriptors are closed, as daemons do"
+                    .to_owned()
+            });
+            let name = report.name_problem.map(|error| {
+                format!("the name was not removed, the next constructor of this user will do it: {error}")
+            });
+            lost.into_iter()
+                .chain(name)
+                .chain(kept(&report.unregister_problems))
+                .collect()
         })
     }
 
@@ -673,7 +707,10 @@ impl PyRegion {
         }
         let mut exporter = lock(&slf.get().exporter);
         let Some(mapping) = exporter.mapping.clone().filter(|_| exporter.is_open) else {
-            return Err(PyBufferError::new_err("the region is closed"));
+            // numpy and torch look for this very class.
+            let closed = crate::Error::Closed;
+            let hint = closed.hint().unwrap_or_default();
+            return Err(PyBufferError::new_err(format!("{closed}\nhint: {hint}")));
         };
         exporter.is_lent |= flags & ffi::PyBUF_ND != ffi::PyBUF_ND;
         let shape = exporter.shape;

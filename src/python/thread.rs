@@ -4,10 +4,14 @@
 //! survive. So before the interpreter begins to end ([`end`], called at exit) nobody may be left on the way back
 //! from native work, and whoever comes later waits for the end of the process instead, holding nothing.
 
+#![allow(unsafe_code)] // the interpreter's number, which has no safe wrapper
+
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::unistd::{getpid, gettid};
+use pyo3::exceptions::PyImportError;
+use pyo3::ffi;
 use pyo3::prelude::*;
 
 /// Python's main thread: not the process's first where a program embeds the interpreter in another.
@@ -16,6 +20,20 @@ static MAIN_THREAD: AtomicI32 = AtomicI32::new(0);
 static IS_ENDING: AtomicBool = AtomicBool::new(false);
 /// Threads between native work and Python.
 static RETURNING: AtomicUsize = AtomicUsize::new(0);
+
+/// What runs without the GIL comes back to the main interpreter: in another one it would wait for itself.
+pub(super) fn must_be_main_interpreter() -> PyResult<()> {
+    const MAIN: i64 = 0; // PyInterpreterState_GetID
+
+    // SAFETY: the import of this module holds the GIL, so there is a current interpreter.
+    let id = unsafe { ffi::PyInterpreterState_GetID(ffi::PyInterpreterState_Get()) };
+    if id == MAIN {
+        return Ok(());
+    }
+    Err(PyImportError::new_err(
+        "ec_shared_region does not work in a sub-interpreter\nhint: import it in the main interpreter, or in a process of its own",
+    ))
+}
 
 pub(super) fn learn_main_thread(py: Python<'_>) -> PyResult<()> {
     let main = py.import("threading")?.call_method0("main_thread")?;

@@ -40,7 +40,9 @@ Exit codes:
     type=click.Choice(["creator"]),
     help="Kill this process by SIGKILL half-way, then restart the engine under the same id.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of tables.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object instead of tables, also of what went wrong."
+)
 @click.option(
     "--hidden-size",
     type=click.IntRange(1, 1 << 16),
@@ -90,12 +92,18 @@ def demo(context: click.Context, /, as_json: bool, **options: Any) -> None:
         with report.progress() as talk:
             outcome = run(Request(**options), talk)
     except DemoError as error:
+        if as_json:
+            click.echo(report.error_as_json(error.text, error.hint))
         click.echo(f"error: {error}", err=True)
         context.exit(error.exit_code)
     except Interrupted as interrupted:
+        if as_json:
+            click.echo(report.error_as_json(f"stopped by {interrupted}", None))
         click.echo(f"stopped by {interrupted}", err=True)
         context.exit(128 + interrupted.number)
     if outcome.interrupted_by is not None:
+        if as_json:
+            click.echo(report.as_json(outcome))
         signal_name = signal.Signals(outcome.interrupted_by).name
         click.echo(f"stopped by {signal_name}; {report.left(outcome)}", err=True)
         context.exit(outcome.exit_code)

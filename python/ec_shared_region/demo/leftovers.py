@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,10 +38,18 @@ def of_engine(engine_id: str) -> list[Leftover]:
     return [Leftover(str(path), size_bytes, nonzero_bytes)]
 
 
-def reclaim(engine_id: str) -> None:
-    """Removes the engine's file if nobody alive holds it: a constructor does that by itself."""
-    with contextlib.suppress(ec_shared_region.RegionError):  # somebody has it: then it is not ours to remove
+def reclaim(engine_id: str) -> bool:
+    """Removes the engine's file if nobody alive holds it: a constructor does that by itself.
+
+    :return: somebody alive holds it, and none of the demo's processes is left: it is another engine's.
+    """
+    try:
         _open_and_close(engine_id)
+    except ec_shared_region.RegionExistsError:
+        return True
+    except ec_shared_region.RegionError:
+        pass
+    return False
 
 
 def ensure_free(engine_id: str) -> None:

@@ -43,6 +43,10 @@ _IN_SCIKIT_IMAGE = (
 )
 
 
+# A folder of something else is told by the first few.
+_MOST_NAMED = 10
+
+
 @dataclass(frozen=True, slots=True)
 class Photograph:
     """A photograph and the grid of patches that it is cut into; one patch is one row is one block."""
@@ -106,13 +110,28 @@ def patch_grid(width: int, height: int, max_patches: int) -> tuple[int, int]:
 
 
 def survey(paths: list[Path], max_patches: int, advance: Callable[[int, int], None]) -> tuple[Photograph, ...]:
-    """Reads every photograph once, so that one that is broken is an error before anything is started."""
+    """Reads every photograph once, so that those that are broken are an error before anything is started."""
     photographs = []
+    broken: list[DemoError] = []
     for number, path in enumerate(paths):
         advance(number, len(paths))
-        with _upright(path) as image:
-            rows, columns = patch_grid(image.width, image.height, max_patches)
+        try:
+            with _upright(path) as image:
+                rows, columns = patch_grid(image.width, image.height, max_patches)
+        except DemoError as error:
+            broken.append(error)
+            continue
         photographs.append(Photograph(str(path), rows, columns))
+    if broken:
+        shown = [error.text for error in broken[:_MOST_NAMED]]
+        if len(broken) > _MOST_NAMED:
+            shown.append(f"and {len(broken) - _MOST_NAMED} more")
+        hint = (
+            "take it out of the folder, or repair it"
+            if len(broken) == 1
+            else "take them out of the folder, or repair them"
+        )
+        raise DemoError("\n".join(shown), hint=hint, exit_code=2)
     return tuple(photographs)
 
 

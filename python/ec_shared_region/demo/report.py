@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from .messages import ProcessRecord
     from .supervisor import Outcome, Talk
 
-__all__ = ["as_json", "left", "print_tables", "progress", "verdict"]
+__all__ = ["as_json", "error_as_json", "left", "print_tables", "progress", "verdict"]
 
 _GIB = 1 << 30
 _MIB = 1 << 20
@@ -30,11 +31,13 @@ def verdict(outcome: Outcome) -> str:
         return f"FAILED: {'; '.join(outcome.problems)}"
     if outcome.error is not None:
         return f"FAILED: {outcome.error.text}"
+    if outcome.interrupted_by is not None:
+        return f"stopped by {signal.Signals(outcome.interrupted_by).name}"
     engine = outcome.engines[-1]
     loaded = sum(process.loaded_bytes for process in engine.processes)
     loaders = sum(process.loaded_bytes > 0 for process in engine.processes)
     text = (
-        f"ok: {len(outcome.plan.photographs)} photographs, {_mib(loaded)} MiB loaded by {loaders} "
+        f"ok: {_photographs(len(outcome.plan.photographs))}, {_mib(loaded)} MiB loaded by {loaders} "
         f"{'worker' if loaders == 1 else 'workers'}: every byte is as the encoder made it"
     )
     if outcome.engines[0].killed is not None:
@@ -64,6 +67,12 @@ def as_json(outcome: Outcome) -> str:
     return json.dumps(data, indent=2)
 
 
+def error_as_json(text: str, hint: str | None) -> str:
+    """The object of a demo that did not begin: nothing is known but why."""
+    error = {"text": text, "hint": hint}
+    return json.dumps({"ok": False, "verdict": f"FAILED: {text}", "problems": [], "error": error, "left": []}, indent=2)
+
+
 def _engine(engine: EngineRecord) -> dict[str, Any]:
     data = asdict(engine)
     for process, known in zip(data["processes"], engine.processes, strict=True):
@@ -76,11 +85,11 @@ def print_tables(outcome: Outcome) -> None:
     """A table for each life of the engine, then the verdict and what is left."""
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else _PIPE_COLUMNS, highlight=False)
+    console = Console(width=None if sys.stdout and sys.stdout.isatty() else _PIPE_COLUMNS, highlight=False)
     plan = outcome.plan
     rows = sum(photograph.rows for photograph in plan.photographs)
     console.print(
-        f"{len(plan.photographs)} photographs, {rows:,} rows of {plan.block_size_bytes:,} bytes; "
+        f"{_photographs(len(plan.photographs))}, {rows:,} rows of {plan.block_size_bytes:,} bytes; "
         f"region `{plan.engine_id}`: {plan.num_blocks:,} blocks, "
         f"{_mib(plan.num_blocks * plan.block_size_bytes)} MiB",
         markup=False,
@@ -148,13 +157,18 @@ def _pinned(process: ProcessRecord) -> str:
 
 
 def _summary(engine: EngineRecord) -> str:
-    text = f"{engine.verified_requests} requests of a photograph verified"
+    requests = "request" if engine.verified_requests == 1 else "requests"
+    text = f"{engine.verified_requests} {requests} of a photograph verified"
     if engine.killed is not None:
         return text  # the scheduler did not live to tell the rest
     return (
-        f"{text}, {engine.cache_hits} of them cache hits; {engine.evicted_photographs} photographs evicted, "
+        f"{text}, {engine.cache_hits} of them cache hits; {_photographs(engine.evicted_photographs)} evicted, "
         f"{engine.reused_blocks:,} blocks used again"
     )
+
+
+def _photographs(number: int) -> str:
+    return f"{number:,} {'photograph' if number == 1 else 'photographs'}"
 
 
 def _rate(size_bytes: int, seconds: float) -> float | None:
@@ -174,7 +188,7 @@ class _Silent:
 @contextmanager
 def progress() -> Iterator[Talk]:
     """A progress line on stderr where that is a terminal, else nothing."""
-    if not sys.stderr.isatty():
+    if not (sys.stderr and sys.stderr.isatty()):
         yield _Silent()
         return
     from rich.console import Console

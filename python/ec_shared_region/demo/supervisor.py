@@ -123,9 +123,10 @@ def run(request: Request, talk: Talk) -> Outcome:
             signals.hold()
             outcome.removed = leftovers.of_engine(outcome.plan.engine_id)
             if outcome.removed:
-                leftovers.reclaim(outcome.plan.engine_id)
-                outcome.left = leftovers.of_engine(outcome.plan.engine_id)
-                outcome.removed = [] if outcome.left else outcome.removed
+                # Two engines of one id that started together: the one that came second leaves the other's alone.
+                is_anothers = leftovers.reclaim(outcome.plan.engine_id) and outcome.error is not None
+                outcome.left = [] if is_anothers else leftovers.of_engine(outcome.plan.engine_id)
+                outcome.removed = [] if outcome.left or is_anothers else outcome.removed
         outcome.interrupted_by = signals.number
         return outcome
 
