@@ -15,7 +15,7 @@ class PreflightProblem:
     """One thing that stands against a region."""
 
     what: str
-    """``"space"``, ``"inodes"``, ``"memory"``, ``"file_size_limit"`` or ``"control_group"``."""
+    """``"space"``, ``"quota"``, ``"inodes"``, ``"memory"``, ``"file_size_limit"`` or ``"control_group"``."""
     text: str
     """What it is, with the numbers."""
     hint: str
