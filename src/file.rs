@@ -272,9 +272,10 @@ fn allocated_bytes(stat: &FileStat) -> u64 {
     u64::try_from(stat.st_blocks).unwrap_or(0).saturating_mul(512)
 }
 
-/// How large a file is, and how much of it is backed by the filesystem.
+/// Which file it is, how large, and how much of it is backed by the filesystem.
 #[derive(Debug, Clone, Copy)]
 pub struct Extent {
+    pub identity: FileIdentity,
     pub size_bytes: u64,
     pub allocated_bytes: u64,
 }
@@ -285,6 +286,7 @@ impl Extent {
     pub fn of(file: &impl AsFd) -> io::Result<Self> {
         let stat = fstat(file)?;
         Ok(Self {
+            identity: identity(&stat),
             size_bytes: u64::try_from(stat.st_size).unwrap_or(0),
             allocated_bytes: allocated_bytes(&stat),
         })

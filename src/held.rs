@@ -32,6 +32,15 @@ impl<File: AsFd> Held<File> {
         })
     }
 
+    /// A file whose identity was seen before.
+    #[must_use]
+    pub fn known(file: File, identity: FileIdentity) -> Self {
+        Self {
+            file: ManuallyDrop::new(file),
+            identity,
+        }
+    }
+
     /// Of the file that was opened, whatever the number stands for now.
     #[must_use]
     pub fn identity(&self) -> FileIdentity {
@@ -39,18 +48,20 @@ impl<File: AsFd> Held<File> {
     }
 
     /// # Errors
-    /// `EBADF` where the number stands for nothing, or for another file.
+    /// `EBADF` where the number stands for nothing, or for another file; else the error of `fstat(2)`.
     pub fn must_be_ours(&self) -> io::Result<()> {
-        match stat_of(self.file.as_fd().as_raw_fd()) {
-            Ok(stat) if identity(&stat) == self.identity => Ok(()),
-            Ok(_) | Err(_) => Err(Errno::EBADF.into()),
+        if identity(&stat_of(self.file.as_fd().as_raw_fd())?) == self.identity {
+            Ok(())
+        } else {
+            Err(Errno::EBADF.into())
         }
     }
 }
 
 impl<File: AsFd> Drop for Held<File> {
     fn drop(&mut self) {
-        if self.must_be_ours().is_ok() {
+        let is_anothers = |error: io::Error| error.raw_os_error() == Some(Errno::EBADF as i32);
+        if !self.must_be_ours().is_err_and(is_anothers) {
             // SAFETY: dropped here and nowhere else, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.file) };
         }

@@ -14,6 +14,8 @@ use crate::directory::Directory;
 use crate::error::{Available, Error, FoundGeometry, Result, WaitState, Warning};
 use crate::file::{Attach, Extent, Found, Probe};
 use crate::fork::Unshared;
+use crate::held::Held;
+use crate::holders::FileIdentity;
 use crate::huge;
 use crate::lock::{self, Preparing};
 use crate::mapping::{Mapping, page_bytes};
@@ -65,6 +67,7 @@ enum FoundOrMade {
 
 /// A file that is mapped.
 struct Prepared {
+    identity: FileIdentity,
     mapping: Mapping,
     prefault: PrefaultReport,
     is_ready: bool,
@@ -75,7 +78,7 @@ pub(crate) struct Opened {
     pub(crate) role: Role,
     /// Every byte is known to be backed.
     pub(crate) is_ready: bool,
-    pub(crate) file: File,
+    pub(crate) file: Held<File>,
     pub(crate) mapping: Mapping,
     pub(crate) directory: Directory,
     pub(crate) name: CString,
@@ -114,6 +117,7 @@ impl<'s> Opening<'s> {
             };
             match prepared {
                 Ok(Prepared {
+                    identity,
                     mapping,
                     prefault,
                     is_ready,
@@ -123,7 +127,7 @@ impl<'s> Opening<'s> {
                         role,
                         is_ready,
                         // From here on a forked child shares the file, as it shares the mapping.
-                        file: unshared.share(),
+                        file: Held::known(unshared.share(), identity),
                         mapping,
                         directory: self.directory,
                         name: self.name,
@@ -337,7 +341,8 @@ impl<'s> Opening<'s> {
             waiter.warn(&warning)?;
         }
         reached(Step::Map);
-        let mapping = self.map(file, self.extent(file)?)?;
+        let extent = self.extent(file)?;
+        let mapping = self.map(file, extent)?;
         // Reserving places pages: where they go must be known before.
         self.place_on_nodes(&mapping, waiter)?;
         let prefault = match self.spec.populate {
@@ -347,6 +352,7 @@ impl<'s> Opening<'s> {
         reached(Step::EndPreparing);
         drop(preparing);
         Ok(Prepared {
+            identity: extent.identity,
             mapping,
             prefault,
             is_ready: true,
@@ -391,6 +397,7 @@ impl<'s> Opening<'s> {
             Populate::Join => prefault::map_existing(self.site(&mapping, file), self.spec, waiter)?,
         };
         Ok(Prepared {
+            identity: extent.identity,
             mapping,
             prefault,
             is_ready,

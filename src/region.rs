@@ -108,7 +108,6 @@ impl Region {
         if opened.report.prefault.fallback.is_some() {
             counters::count(&COUNTING.fallbacks);
         }
-        let file = Held::new(opened.file).map_err(|source| Error::os("fstat", &opened.path, source))?;
         let region = Self {
             role: opened.role,
             geometry: spec.geometry,
@@ -120,7 +119,7 @@ impl Region {
             leftover: None,
             is_kept: false,
             mapping: Some(Arc::new(opened.mapping)),
-            file: Some(file),
+            file: Some(opened.file),
             is_ready: opened.is_ready,
             timeout: spec.timeout,
         };

@@ -122,6 +122,7 @@ int madvise(void *start, size_t len, int advice) {
     REAL(madvise);
     /* linux/mman.h; older headers lack some of the names */
     FAIL_AS(advice == 14   ? "madvise(MADV_HUGEPAGE)"
+            : advice == 16 ? "madvise(MADV_DONTDUMP)"
             : advice == 15 ? "madvise(MADV_NOHUGEPAGE)"
             : advice == 22 ? "madvise(MADV_POPULATE_READ)"
             : advice == 23 ? "madvise(MADV_POPULATE_WRITE)"

@@ -96,6 +96,7 @@ const LOOKED_UP: &[i32] = &[EACCES, ELOOP, EMFILE, ENFILE, ENOENT, ENOMEM, ENOTD
 /// Rows that some kernels have no use for: those without huge pages, and those that align every mapping.
 pub const DEPENDS_ON_THE_KERNEL: &[&str] = &[
     "madvise(MADV_COLLAPSE)",
+    "madvise(MADV_DONTDUMP)",
     "madvise(MADV_HUGEPAGE)",
     "madvise(MADV_NOHUGEPAGE)",
     "ioctl(PAGEMAP_SCAN)",
@@ -233,9 +234,10 @@ pub const ROWS: &[Row] = &[
     row("posix_fallocate", &[ENOSPC, EFBIG], &[NoSpace, Works], &[NoSpace]),
     row("posix_fallocate", &[EBADF, EINVAL, ENODEV, EOPNOTSUPP, ESPIPE], &[Os], &[Os]),
     interrupted("posix_fallocate"),
+    // Not EBADF: it says that the number is closed already, and nobody closes it then.
     row(
         "fstat",
-        &[EACCES, EBADF, EFAULT, EINVAL, ELOOP, ENAMETOOLONG, ENOENT, ENOMEM, ENOTDIR, EOVERFLOW],
+        &[EACCES, EFAULT, EINVAL, ELOOP, ENAMETOOLONG, ENOENT, ENOMEM, ENOTDIR, EOVERFLOW],
         &[Os, Works],
         &[Os, Works],
     ),
@@ -299,6 +301,8 @@ pub const ROWS: &[Row] = &[
     ),
     row("madvise(MADV_HUGEPAGE)", &[EACCES, EAGAIN, EBADF, EINTR, EINVAL, EIO, ENOMEM, EPERM], &[Works], &[Works]),
     row("madvise(MADV_NOHUGEPAGE)", &[EACCES, EAGAIN, EBADF, EINTR, EINVAL, EIO, ENOMEM, EPERM], &[Works], &[Works]),
+    // Without it a core file takes the region as well.
+    row("madvise(MADV_DONTDUMP)", &[EACCES, EAGAIN, EBADF, EINTR, EINVAL, EIO, ENOMEM, EPERM], &[Works], &[Works]),
     row("ioctl(PAGEMAP_SCAN)", &[E2BIG, EBADF, EFAULT, EINTR, EINVAL, ENOMEM, ENOTTY], &[Works], &[Works]),
     row("open(mountinfo)", LOOKED_UP, &[Works], &[Works]),
     row("open(pagemap)", LOOKED_UP, &[Works], &[Works]),
