@@ -14,6 +14,8 @@ pub mod directory;
 pub mod error;
 pub mod file;
 pub mod fork;
+#[cfg(feature = "python")]
+mod gate;
 pub mod holders;
 pub mod huge;
 mod kernel;
@@ -30,9 +32,13 @@ pub mod reap;
 pub mod region;
 pub mod reserve;
 mod retry;
+mod slots;
 pub mod spec;
 pub mod step;
+mod sync;
 mod transfer;
+#[cfg(feature = "python")]
+mod turn;
 pub mod wait;
 
 #[cfg(feature = "cuda")]
