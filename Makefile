@@ -2,7 +2,7 @@
 # `make` alone lists the targets. ARGS goes on to the program that a target ends in: `make demo ARGS=--json`.
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint test-rust test-python test-gpu model soak wheel aarch64 bench bench-gpu install clean distclean
+.PHONY: help demo test lint test-rust test-python test-gpu sanitize model soak wheel aarch64 bench bench-gpu install clean distclean
 # One step at a time, also under `make -j`: cargo uses every core by itself.
 .NOTPARALLEL:
 
@@ -28,6 +28,9 @@ test-python: ## run the Python tests only, on the installed wheel; ARGS goes to 
 
 test-gpu: ## run the tests that need a GPU; ARGS goes to pytest
 	@ci/test.sh python -m gpu $(ARGS)
+
+sanitize: ## run the core's tests under the address sanitizer (nightly Rust) and valgrind, where they are
+	@ci/sanitize.sh all
 
 model: ## check the model of the protocol in every configuration; ARGS is a part of a configuration's name
 	@ci/model.sh $(ARGS)

@@ -10,17 +10,23 @@
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::Once;
-use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Once, OnceLock};
 
 use nix::libc;
+
+use crate::slots::{FREE, Slots, Taken};
+use crate::sync::AtomicI32;
 
 /// Counts the forks between the first process and this one.
 static GENERATION: AtomicU32 = AtomicU32::new(0);
 
 /// Descriptors that a forked child must not have. A constructor holds a handful at a time; where the table is
 /// full, one stays with the child as it would without this.
-static TRANSIENT: [AtomicI32; 256] = [const { AtomicI32::new(-1) }; 256];
+static TRANSIENT: Slots<256> = Slots::new([const { AtomicI32::new(FREE) }; 256]);
+
+/// See [`in_children`].
+static IN_CHILDREN: OnceLock<fn()> = OnceLock::new();
 
 /// Which process this is: unlike a pid, it is never the same for a parent and its child in a new PID namespace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,22 +66,29 @@ fn watch() {
     });
 }
 
+/// Has `forget` run in every forked child, to forget threads of the parent. It may do only what a signal handler
+/// may. Of several calls the first counts.
+pub fn in_children(forget: fn()) {
+    watch();
+    let _ = IN_CHILDREN.set(forget);
+}
+
 /// Runs in the child of a process that may have had threads: only calls that are safe in a signal handler.
 extern "C" fn in_child() {
     GENERATION.fetch_add(1, Ordering::Relaxed);
+    if let Some(forget) = IN_CHILDREN.get() {
+        forget();
+    }
     // SAFETY: open, dup3 and close take numbers and a static string; errno belongs to this thread.
     unsafe {
         let nothing = libc::open(c"/dev/null".as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC);
-        for slot in &TRANSIENT {
-            let descriptor = slot.swap(-1, Ordering::Relaxed);
-            if descriptor >= 0 {
-                if nothing >= 0 {
-                    libc::dup3(nothing, descriptor, libc::O_CLOEXEC);
-                } else {
-                    libc::close(descriptor);
-                }
+        TRANSIENT.drain(|descriptor| {
+            if nothing >= 0 {
+                libc::dup3(nothing, descriptor, libc::O_CLOEXEC);
+            } else {
+                libc::close(descriptor);
             }
-        }
+        });
         if nothing >= 0 {
             libc::close(nothing);
         }
@@ -83,38 +96,16 @@ extern "C" fn in_child() {
 }
 
 /// Keeps a descriptor out of forked children until dropped.
-#[derive(Debug)]
-struct Transient {
-    slot: Option<&'static AtomicI32>,
-    descriptor: i32,
-}
-
-impl Transient {
-    fn new(file: &impl AsRawFd) -> Self {
-        watch();
-        let descriptor = file.as_raw_fd();
-        let slot = TRANSIENT.iter().find(|slot| {
-            slot.compare_exchange(-1, descriptor, Ordering::Relaxed, Ordering::Relaxed)
-                .is_ok()
-        });
-        Self { slot, descriptor }
-    }
-}
-
-impl Drop for Transient {
-    fn drop(&mut self) {
-        if let Some(slot) = self.slot {
-            // Not in a child, where the handler emptied the slot and another may have taken it.
-            let _ = slot.compare_exchange(self.descriptor, -1, Ordering::Relaxed, Ordering::Relaxed);
-        }
-    }
+fn keep_out_of_children(file: &impl AsRawFd) -> Option<Taken<'static>> {
+    watch();
+    TRANSIENT.put(file.as_raw_fd())
 }
 
 /// An open file that a forked child does not have.
 #[derive(Debug)]
 pub struct Unshared {
     // Dropped in this order: a number must leave the table before it is free for others.
-    _transient: Transient,
+    _transient: Option<Taken<'static>>,
     file: File,
 }
 
@@ -146,7 +137,7 @@ impl From<OwnedFd> for Unshared {
     fn from(fd: OwnedFd) -> Self {
         let fd = above_standard(fd);
         Self {
-            _transient: Transient::new(&fd),
+            _transient: keep_out_of_children(&fd),
             file: fd.into(),
         }
     }
@@ -167,7 +158,7 @@ mod tests {
         let parent = Process::current();
         assert!(parent.is_current());
         let file = File::open("/proc/self/exe").unwrap();
-        let transient = Transient::new(&file);
+        let transient = keep_out_of_children(&file);
         let kept = File::open("/proc/self/exe").unwrap();
         // SAFETY: the child makes a few system calls and ends by _exit.
         match unsafe { libc::fork() } {
@@ -191,11 +182,8 @@ mod tests {
                 assert_eq!(libc::WEXITSTATUS(status), 0);
             }
         }
+        assert!(TRANSIENT.holds(file.as_raw_fd()));
         drop(transient);
-        assert!(
-            TRANSIENT
-                .iter()
-                .all(|slot| slot.load(Ordering::Relaxed) != file.as_raw_fd())
-        );
+        assert!(!TRANSIENT.holds(file.as_raw_fd()));
     }
 }

@@ -16,6 +16,8 @@ pub mod directory;
 pub mod error;
 pub mod file;
 pub mod fork;
+#[cfg(feature = "python")]
+mod gate;
 mod held;
 pub mod holders;
 pub mod huge;
@@ -35,10 +37,14 @@ pub mod reap;
 pub mod region;
 pub mod reserve;
 mod retry;
+mod slots;
 pub mod spec;
 pub mod step;
+mod sync;
 mod text;
 mod transfer;
+#[cfg(feature = "python")]
+mod turn;
 pub mod wait;
 
 #[cfg(feature = "cuda")]

@@ -9,7 +9,7 @@ import os
 import warnings
 import weakref
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, NoReturn, TypeVar, overload
 
 from . import _core, check, copies, errors, pin, prefault, stats
 from .check import CheckResult, Identity
@@ -31,11 +31,47 @@ __all__ = ["ECSharedRegion", "logger"]
 
 logger = logging.getLogger("ec_shared_region")
 
-# Cleaned up when the interpreter ends; a process that is killed leaves its file to the next constructor.
-_open_regions: weakref.WeakSet[ECSharedRegion] = weakref.WeakSet()
+_Value = TypeVar("_Value")
+
+# Cleaned up when the interpreter ends; a process that is killed leaves its file to the next constructor. By `id`, in a
+# dictionary and no set: its references can be listed in one step, whatever other threads open and close.
+_open_regions: weakref.WeakValueDictionary[int, ECSharedRegion] = weakref.WeakValueDictionary()
+
+
+class _WhileOpen(Generic[_Value]):
+    """An attribute that is made on first use and kept until `cleanup` takes it away.
+
+    What `functools.cached_property` does, but that threads which come at once get the same value, and that one made
+    while another thread cleans up does not come back. No lock: a signal handler or a forked child could meet it held.
+    """
+
+    def __init__(self, make: Callable[[ECSharedRegion], _Value]) -> None:
+        self._make = make
+        self.__doc__ = make.__doc__
+
+    @overload
+    def __get__(self, region: None, owner: object = None) -> Self: ...
+    @overload
+    def __get__(self, region: ECSharedRegion, owner: object = None) -> _Value: ...
+    def __get__(self, region: ECSharedRegion | None, owner: object = None) -> Self | _Value:
+        if region is None:
+            return self
+        name = self._make.__name__
+        try:
+            # The first thread's stays.
+            value: _Value = region.__dict__.setdefault(name, self._make(region))
+        except errors.RegionClosedError:
+            if region._is_open:
+                raise
+        # `cleanup` says "closed" first and takes the value away then: it sees ours, or we see that it was here.
+        if not region._is_open:
+            region.__dict__.pop(name, None)
+            return self._make(region)  # as of a closed region
+        return value
+
 
 # Codes of failed registrations that were warned of: what one region met, the next of this process meets too.
-_warned_codes: set[int | None] = set()
+_warned_codes: dict[int | None, PinResult] = {}
 
 
 class ECSharedRegion(_core.Region):
@@ -133,7 +169,7 @@ class ECSharedRegion(_core.Region):
             self.__dict__.pop(name, None)
         self._is_open = True
         self._blocks_nbytes = num_blocks * block_size_bytes
-        _open_regions.add(self)
+        _open_regions[id(self)] = self
         for file_name, freed_bytes in opened.reclaimed:
             logger.info("removed %s, which a dead process left: %d bytes", _core.shown(file_name), freed_bytes)
         for file_name, reason in opened.passed_over:
@@ -172,7 +208,7 @@ class ECSharedRegion(_core.Region):
 
     # Plain attributes of the original, filled when they are first used: until then the pages may be missing.
 
-    @cached_property
+    @_WhileOpen
     def _mmap_obj(self) -> _core.Mapping | None:
         if not self._is_open:
             return None
@@ -184,7 +220,7 @@ class ECSharedRegion(_core.Region):
         self._wait_until_ready()
         return self._opened.address
 
-    @cached_property
+    @_WhileOpen
     def blocks(self) -> torch.Tensor:
         """The memory itself as a tensor: ``torch.int8``, shape ``(num_blocks, block_size_bytes)``, no copy.
 
@@ -206,8 +242,8 @@ class ECSharedRegion(_core.Region):
     @property
     def _is_pinned(self) -> bool:
         # The core knows, and changes it together with the registration. A subclass may register by other means and
-        # say so, as it could with the original's plain attribute.
-        return (self._registered() or self._is_registered_elsewhere) and self._is_open
+        # say so, as it could with the original's plain attribute, and have an attribute `_registered` of its own.
+        return (_core.Region._registered(self) or self._is_registered_elsewhere) and self._is_open
 
     @_is_pinned.setter
     def _is_pinned(self, value: bool) -> None:
@@ -292,8 +328,8 @@ class ECSharedRegion(_core.Region):
         self._wait_until_ready()
         outcome = self._pin(pin.package_roots(), max_piece_bytes, device, torch_cudart)
         result = pin.result_of(outcome, self._blocks_nbytes)
-        if result and result.backend is None and self._pin_result:
-            return self._pin_result  # another thread was faster
+        if result and result.backend is None:
+            return self._pin_result or result  # another thread was faster, and remembers more
         self._remember(result)
         if outcome.not_undone is not None:
             logger.warning("%s: %s", self._shown_path, outcome.not_undone)
@@ -313,8 +349,9 @@ class ECSharedRegion(_core.Region):
             failure = pin.failure_of(outcome, result, self._shown_path, self._blocks_nbytes)
             if strict:
                 raise failure
-            logger.log(logging.INFO if result.code in _warned_codes else logging.WARNING, "%s", failure)
-            _warned_codes.add(result.code)
+            # Of threads that meet the same code at once, one is the first.
+            is_first = _warned_codes.setdefault(result.code, result) is result
+            logger.log(logging.WARNING if is_first else logging.INFO, "%s", failure)
         return result
 
     def unpin_memory(self) -> None:
@@ -456,12 +493,12 @@ class ECSharedRegion(_core.Region):
                 pin.synchronize()
             except Exception as error:  # an earlier fault of a kernel comes out here
                 logger.warning("%s: torch.cuda.synchronize() failed: %s", self._shown_path, error)
-        was_open = self._is_open
-        self._is_open = False
+        # One step: of several threads one closes. Before the others, see `_WhileOpen`.
+        was_open = self.__dict__.pop("_is_open", False)
+        self.__dict__.pop("_mmap_obj", None)
         self.__dict__.pop("blocks", None)
-        self._mmap_obj = None
         self._fd = None
-        _open_regions.discard(self)
+        _open_regions.pop(id(self), None)
         # Also where the attributes say "closed": Ctrl-C may have cut the constructor short behind the core's open.
         for problem in self._close():
             logger.warning("%s: %s", self._shown_path, problem)
@@ -590,6 +627,8 @@ def _seconds(what: str, value: Any) -> float:
 
 @atexit.register
 def _cleanup_at_exit() -> None:
-    for region in list(_open_regions):
-        region.cleanup()
+    for reference in _open_regions.valuerefs():
+        region = reference()
+        if region is not None:
+            region.cleanup()
     _core.begin_exit()

@@ -75,14 +75,14 @@ impl Host for PythonHost {
             return;
         }
         self.last_progress = Some(Instant::now());
-        let _returning = thread::Returning::begin();
+        let _returning = thread::begin_return();
         let answer = Python::try_attach(|py| progress.call1(py, (done_bytes, total_bytes)).map(drop));
         let _ = self.keep(answer);
     }
 
     fn warn(&mut self, warning: &Warning) {
         let text = format!("{warning}\nhint: {}", warning.hint());
-        let _returning = thread::Returning::begin();
+        let _returning = thread::begin_return();
         let answer = Python::try_attach(|py| match &self.callables.warn {
             Some(warn) => warn.call1(py, (text,)).map(drop),
             None => Ok(()),
@@ -121,7 +121,7 @@ fn run_detached<T: Send>(
 fn detached<T: Send>(py: Python<'_>, work: impl Send + FnOnce() -> T) -> T {
     let (result, returning) = py.detach(|| {
         let result = work();
-        (result, thread::Returning::begin())
+        (result, thread::begin_return())
     });
     drop(returning);
     result

@@ -30,6 +30,7 @@ use crate::pin::{HostRegistrar, MAX_PIECE_BYTES, PinRefused, PinReport, Refusal}
 use crate::prefault::{Method, Tier};
 use crate::region::{PinError, Region, Role};
 use crate::spec::{EngineId, Geometry, Spec};
+use crate::turn::Turn;
 use crate::wait::Waiter;
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -213,12 +214,18 @@ struct Exporter {
     is_lent: bool,
     /// What was exported before the region was closed.
     closed: Option<Weak<Mapping>>,
+    /// Lent mappings of regions that this object had open before.
+    lent_before: Vec<Arc<Mapping>>,
 }
+
+struct NotOpenYet;
 
 /// The state of an `ECSharedRegion`. Made empty, so that a subclass may take other arguments.
 ///
-/// `state` is locked without the GIL, for as long as a registration takes; `exporter` only with it, so that
-/// no forked child finds it locked.
+/// `state` is locked without the GIL, for as long as a registration takes. `exporter` is locked only by threads that
+/// are attached to the interpreter, which a fork from Python waits for also where there is no GIL, so no forked
+/// child finds it locked; and no Python code runs while it is, or its thread could be made to wait there and
+/// others that want it would hold the interpreter up.
 #[pyclass(subclass, frozen, name = "Region", module = "ec_shared_region._core")]
 pub(super) struct PyRegion {
     state: Mutex<Option<Region>>,
@@ -229,10 +236,9 @@ pub(super) struct PyRegion {
     is_registered: AtomicBool,
     /// Every byte is known to be backed; until then none may be shown.
     is_ready: AtomicBool,
-    /// The thread that holds the state for a slow step, or 0: a signal handler that runs in it must not wait for it.
-    busy_thread: AtomicU64,
-    /// Such a handler asked to close: the thread does it when the step has ended.
-    close_afterwards: AtomicBool,
+    /// The thread that holds the state for a slow step: a signal handler that runs in it must not wait for it, and
+    /// what it asks for, to close, is done when the step has ended.
+    turn: Turn,
 }
 
 /// A number for the calling thread, never 0.
@@ -240,22 +246,6 @@ fn this_thread() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     thread_local!(static NUMBER: u64 = NEXT.fetch_add(1, Ordering::Relaxed));
     NUMBER.with(|number| *number)
-}
-
-/// Marks the calling thread as busy until dropped, also by a panic.
-struct Busy<'r>(&'r AtomicU64);
-
-impl<'r> Busy<'r> {
-    fn begin(busy_thread: &'r AtomicU64) -> Self {
-        busy_thread.store(this_thread(), Ordering::Relaxed);
-        Self(busy_thread)
-    }
-}
-
-impl Drop for Busy<'_> {
-    fn drop(&mut self) {
-        self.0.store(0, Ordering::Relaxed);
-    }
 }
 
 impl PyRegion {
@@ -277,25 +267,25 @@ impl PyRegion {
     }
 
     fn is_busy_here(&self) -> bool {
-        self.busy_thread.load(Ordering::Relaxed) == this_thread()
+        self.turn.is_of(this_thread())
     }
 
     /// A slow step on the region, without the GIL. `None` where it is closed, was closed by a handler during
     /// the step, or is not owned here.
     fn on_region<T: Send>(&self, py: Python<'_>, step: impl Send + FnOnce(&mut Region) -> T) -> Option<T> {
-        let result = detached(py, || {
+        let (result, is_close_wanted) = detached(py, || {
             let mut state = self.state()?;
             let region = state.as_mut().filter(|region| region.is_owned_here())?;
-            let _busy = Busy::begin(&self.busy_thread);
+            let turn = self.turn.begin(this_thread());
             let result = step(region);
             self.is_registered.store(region.is_pinned(), Ordering::Relaxed);
-            Some(result)
-        });
-        if self.close_afterwards.swap(false, Ordering::Relaxed) {
+            Some((result, turn.end()))
+        })?;
+        if is_close_wanted {
             self._close(py);
             return None;
         }
-        result
+        Some(result)
     }
 
     /// A question to the open region, which also a forked child may ask.
@@ -323,6 +313,7 @@ impl PyRegion {
                 "a signal handler cannot use a region that its own thread is just preparing",
             ));
         }
+        let mut is_close_wanted = false;
         let waited = run_detached(py, Callables::default(), |checkpoint| {
             let since = Instant::now();
             let limit = match self.state().as_deref() {
@@ -333,8 +324,10 @@ impl PyRegion {
             loop {
                 let is_ready = match self.state().as_deref_mut() {
                     Some(Some(region)) => {
-                        let _busy = Busy::begin(&self.busy_thread);
-                        region.look_whether_ready(&mut waiter)?
+                        let turn = self.turn.begin(this_thread());
+                        let looked = region.look_whether_ready(&mut waiter);
+                        is_close_wanted = turn.end();
+                        looked?
                     }
                     Some(None) | None => return Err(crate::Error::Closed),
                 };
@@ -342,10 +335,13 @@ impl PyRegion {
                     self.is_ready.store(true, Ordering::Relaxed);
                     return Ok(());
                 }
+                if is_close_wanted {
+                    return Err(crate::Error::Closed);
+                }
                 waiter.pause(since)?;
             }
         });
-        if self.close_afterwards.swap(false, Ordering::Relaxed) {
+        if is_close_wanted {
             self._close(py);
             waited?;
             return Err(errors::to_python(py, &crate::Error::Closed));
@@ -379,15 +375,19 @@ impl PyRegion {
             .map_or(0, |mapping| mapping.as_ptr() as usize + mapping.len_bytes())
     }
 
-    fn stop_exporting(&self) -> Option<Arc<Mapping>> {
+    /// What is to be let go of; an error where there is nothing to close yet, since a thread is in the constructor.
+    fn stop_exporting(&self) -> Result<Option<Arc<Mapping>>, NotOpenYet> {
         let mut exporter = lock(&self.exporter);
+        if exporter.is_opening {
+            return Err(NotOpenYet);
+        }
         exporter.is_open = false;
         exporter.closed = exporter.mapping.as_ref().map(Arc::downgrade);
-        if exporter.is_lent {
+        Ok(if exporter.is_lent {
             None
         } else {
             exporter.mapping.take()
-        }
+        })
     }
 }
 
@@ -405,12 +405,12 @@ impl PyRegion {
                 is_opening: false,
                 is_lent: false,
                 closed: None,
+                lent_before: Vec::new(),
             }),
             owner: AtomicU64::new(Process::current().to_bits()),
             is_registered: AtomicBool::new(false),
             is_ready: AtomicBool::new(false),
-            busy_thread: AtomicU64::new(0),
-            close_afterwards: AtomicBool::new(false),
+            turn: Turn::new(AtomicU64::new(0), AtomicBool::new(false)),
         }
     }
 
@@ -458,9 +458,9 @@ impl PyRegion {
         let opened = run_detached(py, Callables { warn, progress }, |checkpoint| {
             Region::open(&spec, checkpoint)
         });
-        lock(&self.exporter).is_opening = false;
-        let (region, report) = opened?;
+        let (region, report) = opened.inspect_err(|_| lock(&self.exporter).is_opening = false)?;
         let (Some(mapping), Some(file)) = (region.mapping().cloned(), region.file()) else {
+            lock(&self.exporter).is_opening = false;
             return Err(errors::to_python(py, &crate::Error::Closed));
         };
         let opened = PyOpenReport {
@@ -501,20 +501,23 @@ impl PyRegion {
                 .map(|passed_over| (passed_over.file_name, passed_over.reason))
                 .collect(),
         };
-        *lock(&self.exporter) = Exporter {
-            mapping: Some(mapping),
-            shape: Shape::Blocks {
-                num_blocks: geometry.num_blocks(),
-                block_size_bytes: geometry.block_size_bytes(),
-            },
-            is_open: true,
-            is_opening: false,
-            is_lent: false,
-            closed: None,
-        };
         self.owner.store(Process::current().to_bits(), Ordering::Relaxed);
         self.is_ready.store(opened.is_ready, Ordering::Relaxed);
         *lock(&self.state) = Some(region);
+        // Last and in one step: until then other threads find the object not open, and close nothing.
+        let mut exporter = lock(&self.exporter);
+        // A closed exporter still has its mapping only if it was lent.
+        let lent = exporter.mapping.replace(mapping);
+        exporter.lent_before.extend(lent);
+        exporter.shape = Shape::Blocks {
+            num_blocks: geometry.num_blocks(),
+            block_size_bytes: geometry.block_size_bytes(),
+        };
+        exporter.is_open = true;
+        exporter.is_opening = false;
+        exporter.is_lent = false;
+        exporter.closed = None;
+        drop(exporter);
         Ok(opened)
     }
 
@@ -530,8 +533,9 @@ impl PyRegion {
 
     /// An object that exports the whole mapping and keeps it while it, or a view of it, lives.
     fn _mapping(&self, py: Python<'_>) -> PyResult<PyMapping> {
-        match &lock(&self.exporter).mapping {
-            Some(mapping) => Ok(PyMapping::new(Arc::clone(mapping))),
+        let mapping = lock(&self.exporter).mapping.clone();
+        match mapping {
+            Some(mapping) => Ok(PyMapping::new(mapping)),
             None => Err(errors::to_python(py, &crate::Error::Closed)),
         }
     }
@@ -669,10 +673,12 @@ impl PyRegion {
     /// not be done, as text. Closing again does nothing.
     fn _close(&self, py: Python<'_>) -> Vec<String> {
         if self.is_busy_here() {
-            self.close_afterwards.store(true, Ordering::Relaxed);
+            self.turn.want_close();
             return Vec::new();
         }
-        let mapping = self.stop_exporting();
+        let Ok(mapping) = self.stop_exporting() else {
+            return Vec::new();
+        };
         detached(py, || {
             let region = self.state().and_then(|mut state| {
                 self.is_registered.store(false, Ordering::Relaxed);
@@ -731,8 +737,11 @@ impl Drop for PyRegion {
     fn drop(&mut self) {
         // Without cleanup(): the same steps, with nobody to tell what could not be done.
         let region = self.state().and_then(|mut state| state.take());
-        let mapping = lock(&self.exporter).mapping.take();
-        super::drop_detached((mapping, region));
+        let (mapping, lent_before) = {
+            let mut exporter = lock(&self.exporter);
+            (exporter.mapping.take(), std::mem::take(&mut exporter.lent_before))
+        };
+        super::drop_detached((mapping, lent_before, region));
     }
 }
 

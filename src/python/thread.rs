@@ -6,7 +6,7 @@
 
 #![allow(unsafe_code)] // the interpreter's number, which has no safe wrapper
 
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::{Duration, Instant};
 
 use nix::unistd::{getpid, gettid};
@@ -14,12 +14,14 @@ use pyo3::exceptions::PyImportError;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
+use crate::fork;
+use crate::gate::{Gate, Inside};
+use crate::sync::AtomicUsize;
+
 /// Python's main thread: not the process's first where a program embeds the interpreter in another.
 static MAIN_THREAD: AtomicI32 = AtomicI32::new(0);
-/// The interpreter is about to end.
-static IS_ENDING: AtomicBool = AtomicBool::new(false);
-/// Threads between native work and Python.
-static RETURNING: AtomicUsize = AtomicUsize::new(0);
+/// Threads between native work and Python are inside; closed when the interpreter is about to end.
+static WAY_BACK: Gate = Gate::new(AtomicUsize::new(0));
 
 /// What runs without the GIL comes back to the main interpreter: in another one it would wait for itself.
 pub(super) fn must_be_main_interpreter() -> PyResult<()> {
@@ -39,6 +41,8 @@ pub(super) fn learn_main_thread(py: Python<'_>) -> PyResult<()> {
     let main = py.import("threading")?.call_method0("main_thread")?;
     let id: Option<i32> = main.getattr("native_id")?.extract()?;
     MAIN_THREAD.store(id.unwrap_or(0), Ordering::Relaxed);
+    // Else a child forked while a thread was on the way back would wait for that thread at its end.
+    fork::in_children(|| WAY_BACK.forget_inside());
     Ok(())
 }
 
@@ -47,45 +51,34 @@ pub(super) fn runs_signal_handlers() -> bool {
     gettid() == getpid() || gettid().as_raw() == MAIN_THREAD.load(Ordering::Relaxed)
 }
 
-/// A thread on its way back to Python; dropped when it is there.
-pub(super) struct Returning(());
-
-impl Returning {
-    /// Does not come back if the interpreter is ending.
-    pub(super) fn begin() -> Option<Self> {
-        if runs_signal_handlers() {
-            return None; // it is the main thread that ends the interpreter
-        }
-        RETURNING.fetch_add(1, Ordering::SeqCst);
-        if IS_ENDING.load(Ordering::SeqCst) {
-            RETURNING.fetch_sub(1, Ordering::SeqCst);
-            loop {
-                std::thread::park();
-            }
-        }
-        Some(Self(()))
+/// A thread on its way back to Python is inside until it drops this, there. Does not come back if the
+/// interpreter is ending.
+pub(super) fn begin_return() -> Option<Inside<'static>> {
+    if runs_signal_handlers() {
+        return None; // it is the main thread that ends the interpreter
     }
-}
-
-impl Drop for Returning {
-    fn drop(&mut self) {
-        RETURNING.fetch_sub(1, Ordering::SeqCst);
+    let inside = WAY_BACK.enter();
+    if inside.is_none() {
+        loop {
+            std::thread::park();
+        }
     }
+    inside
 }
 
 /// Is the interpreter about to end?
 pub(super) fn is_ending() -> bool {
-    IS_ENDING.load(Ordering::Relaxed)
+    WAY_BACK.is_closed()
 }
 
 /// The interpreter is about to end: lets those who are on the way back arrive, and nobody follow.
 pub(super) fn end(py: Python<'_>) {
     const PATIENCE: Duration = Duration::from_secs(1);
 
-    IS_ENDING.store(true, Ordering::SeqCst);
+    WAY_BACK.close();
     py.detach(|| {
         let since = Instant::now();
-        while RETURNING.load(Ordering::SeqCst) > 0 && since.elapsed() < PATIENCE {
+        while !WAY_BACK.is_empty() && since.elapsed() < PATIENCE {
             std::thread::sleep(Duration::from_micros(200));
         }
     });
