@@ -70,10 +70,6 @@ class _WhileOpen(Generic[_Value]):
         return value
 
 
-# Codes of failed registrations that were warned of: what one region met, the next of this process meets too.
-_warned_codes: dict[int | None, PinResult] = {}
-
-
 class ECSharedRegion(_core.Region):
     """Host memory in fixed-size blocks, shared by every process that opens the same ``engine_id``.
 
@@ -169,6 +165,8 @@ class ECSharedRegion(_core.Region):
             self.__dict__.pop(name, None)
         self._is_open = True
         self._blocks_nbytes = num_blocks * block_size_bytes
+        # Codes of failed registrations that were warned of.
+        self._warned_codes: dict[int | None, PinResult] = {}
         _open_regions[id(self)] = self
         for file_name, freed_bytes in opened.reclaimed:
             logger.info("removed %s, which a dead process left: %d bytes", _core.shown(file_name), freed_bytes)
@@ -350,7 +348,7 @@ class ECSharedRegion(_core.Region):
             if strict:
                 raise failure
             # Of threads that meet the same code at once, one is the first.
-            is_first = _warned_codes.setdefault(result.code, result) is result
+            is_first = self._warned_codes.setdefault(result.code, result) is result
             logger.log(logging.WARNING if is_first else logging.INFO, "%s", failure)
         return result
 
