@@ -33,8 +33,8 @@ pub mod reserve;
 mod retry;
 pub mod spec;
 pub mod step;
-mod transfer;
 mod text;
+mod transfer;
 pub mod wait;
 
 #[cfg(feature = "cuda")]

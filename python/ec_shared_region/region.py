@@ -33,8 +33,9 @@ logger = logging.getLogger("ec_shared_region")
 # Cleaned up when the interpreter ends; a process that is killed leaves its file to the next constructor.
 _open_regions: weakref.WeakSet[ECSharedRegion] = weakref.WeakSet()
 
-# Codes of failed registrations that were warned of: what one region met, the next of this process meets too.
-_warned_codes: set[int | None] = set()
+# Paths and codes of failed registrations that were warned of in this process: a region that is opened again and again
+# meets the same refusal.
+_warned: set[tuple[str, int | None]] = set()
 
 
 class ECSharedRegion(_core.Region):
@@ -260,8 +261,8 @@ class ECSharedRegion(_core.Region):
         Each process that copies to or from a GPU must call it, and may do so in a thread while others use
         ``blocks``. Does nothing where CUDA is not available, where the region is pinned already, and where
         the environment variable ``EC_SHARED_REGION_PIN`` is ``0``. Either every byte is registered or none.
-        A failure is a warning with the code, once for each code and process (a line at INFO from then on):
-        transfers still work, but slower.
+        A failure is a warning with the code, once for each code and id in this process, also if the
+        region is opened again (a line at INFO from then on): transfers still work, but slower.
 
         :param max_piece_bytes: most bytes of one registration; a piece is a multiple of the least common
             multiple of page and block size. Default: ``EC_SHARED_REGION_MAX_PIECE_BYTES``, else 64 GiB.
@@ -310,8 +311,9 @@ class ECSharedRegion(_core.Region):
             failure = pin.failure_of(outcome, result, self._shown_path, self._blocks_nbytes)
             if strict:
                 raise failure
-            logger.log(logging.INFO if result.code in _warned_codes else logging.WARNING, "%s", failure)
-            _warned_codes.add(result.code)
+            is_known = (self._mmap_path, result.code) in _warned
+            logger.log(logging.INFO if is_known else logging.WARNING, "%s", failure)
+            _warned.add((self._mmap_path, result.code))
         return result
 
     def unpin_memory(self) -> None:
