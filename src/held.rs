@@ -18,39 +18,54 @@ use crate::holders::FileIdentity;
 #[derive(Debug)]
 pub struct Held<File: AsFd> {
     file: ManuallyDrop<File>,
-    identity: FileIdentity,
+    /// `None` where the system did not say: then the number is taken to be ours.
+    identity: Option<FileIdentity>,
 }
 
 impl<File: AsFd> Held<File> {
-    /// # Errors
-    /// The error of `fstat(2)`.
-    pub fn new(file: File) -> io::Result<Self> {
-        let identity = identity(&stat_of(file.as_fd().as_raw_fd())?);
-        Ok(Self {
+    pub fn new(file: File) -> Self {
+        let identity = stat_of(file.as_fd().as_raw_fd()).ok().map(|stat| identity(&stat));
+        Self::known(file, identity)
+    }
+
+    pub fn known(file: File, identity: Option<FileIdentity>) -> Self {
+        Self {
             file: ManuallyDrop::new(file),
             identity,
-        })
+        }
     }
 
     /// Of the file that was opened, whatever the number stands for now.
-    #[must_use]
-    pub fn identity(&self) -> FileIdentity {
+    pub fn identity(&self) -> Option<FileIdentity> {
         self.identity
     }
 
     /// # Errors
-    /// `EBADF` where the number stands for nothing, or for another file.
+    /// `EBADF` where the number stands for nothing, or for another file; another error of `fstat(2)`.
     pub fn must_be_ours(&self) -> io::Result<()> {
-        match stat_of(self.file.as_fd().as_raw_fd()) {
-            Ok(stat) if identity(&stat) == self.identity => Ok(()),
-            Ok(_) | Err(_) => Err(Errno::EBADF.into()),
+        let stat = stat_of(self.file.as_fd().as_raw_fd())?;
+        match self.identity {
+            Some(ours) if ours != identity(&stat) => Err(Errno::EBADF.into()),
+            Some(_) | None => Ok(()),
         }
+    }
+
+    /// Has somebody else closed it?
+    pub fn is_lost(&self) -> bool {
+        self.must_be_ours()
+            .is_err_and(|error| error.raw_os_error() == Some(Errno::EBADF as i32))
+    }
+
+    fn is_anothers(&self) -> bool {
+        let now = stat_of(self.file.as_fd().as_raw_fd()).ok().map(|stat| identity(&stat));
+        matches!((now, self.identity), (Some(now), Some(ours)) if now != ours)
     }
 }
 
 impl<File: AsFd> Drop for Held<File> {
     fn drop(&mut self) {
-        if self.must_be_ours().is_ok() {
+        // A number that stands for nothing is closed in vain.
+        if !self.is_anothers() {
             // SAFETY: dropped here and nowhere else, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.file) };
         }
@@ -83,13 +98,14 @@ mod tests {
         let create = |name| File::create(directory.path().join(name)).unwrap();
         let number = create("ours").into_raw_fd();
         // SAFETY: the number is open, and `held` is its owner from here on.
-        let held = Held::new(unsafe { <File as std::os::fd::FromRawFd>::from_raw_fd(number) }).unwrap();
+        let held = Held::new(unsafe { <File as std::os::fd::FromRawFd>::from_raw_fd(number) });
         assert!(held.must_be_ours().is_ok());
 
         let other = create("other");
         // SAFETY: takes two open numbers; the first stands for the second's file from now on.
         assert_eq!(unsafe { nix::libc::dup2(other.as_raw_fd(), number) }, number);
         assert_eq!(held.must_be_ours().unwrap_err().raw_os_error(), Some(nix::libc::EBADF));
+        assert!(held.is_lost());
         drop(held);
         assert!(stat_of(number).is_ok(), "closed somebody else's file");
         // SAFETY: nobody owns the number any more.

@@ -99,7 +99,6 @@ impl Region {
     pub fn open_in(directory: &Path, spec: &Spec, checkpoint: &mut Checkpoint<'_>) -> Result<(Self, OpenReport)> {
         let mut waiter = Waiter::new(spec.timeout, checkpoint);
         let opened = Opening::new(directory, spec)?.open(&mut waiter)?;
-        let file = Held::new(opened.file).map_err(|source| Error::os("fstat", &opened.path, source))?;
         let region = Self {
             role: opened.role,
             geometry: spec.geometry,
@@ -111,7 +110,7 @@ impl Region {
             leftover: None,
             is_kept: false,
             mapping: Some(Arc::new(opened.mapping)),
-            file: Some(file),
+            file: Some(Held::new(opened.file)),
             is_ready: opened.is_ready,
             timeout: spec.timeout,
         };
@@ -331,7 +330,7 @@ impl Region {
             return report;
         }
         reached(Step::Close);
-        report.is_descriptor_lost = file.must_be_ours().is_err() || self.directory.fd.must_be_ours().is_err();
+        report.is_descriptor_lost = file.is_lost() || self.directory.fd.is_lost();
         // The mapping keeps the inode, so the name can still be told from a successor's.
         let reopened = report
             .is_descriptor_lost
@@ -341,7 +340,7 @@ impl Region {
         let freeing = directory.begin_freeing();
         if self.role == Role::Creator {
             reached(Step::DropName);
-            report.name_problem = directory.drop_own_name(&self.name, file.identity()).err();
+            report.name_problem = directory.drop_own_name(&self.name, &file).err();
         }
         reached(Step::Unregister);
         for result in [self.settle_leftover(), self.unpin().map(|_| ())] {

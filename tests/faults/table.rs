@@ -299,6 +299,9 @@ pub const ROWS: &[Row] = &[
     ),
     row("madvise(MADV_HUGEPAGE)", &[EACCES, EAGAIN, EBADF, EINTR, EINVAL, EIO, ENOMEM, EPERM], &[Works], &[Works]),
     row("madvise(MADV_NOHUGEPAGE)", &[EACCES, EAGAIN, EBADF, EINTR, EINVAL, EIO, ENOMEM, EPERM], &[Works], &[Works]),
+    // Then core files are large, and nobody knows of a disk.
+    row("madvise(MADV_DONTDUMP)", &[EAGAIN, EBADF, EINVAL, ENOMEM], &[Works], &[Works]),
+    row("fstatfs64", &[EACCES, EBADF, EFAULT, EINTR, EIO, ELOOP, ENOENT, ENOMEM, ENOSYS, EOVERFLOW], &[Works], &[Works]),
     row("ioctl(PAGEMAP_SCAN)", &[E2BIG, EBADF, EFAULT, EINTR, EINVAL, ENOMEM, ENOTTY], &[Works], &[Works]),
     row("open(mountinfo)", LOOKED_UP, &[Works], &[Works]),
     row("open(pagemap)", LOOKED_UP, &[Works], &[Works]),
