@@ -52,12 +52,12 @@ impl Directory {
         let flags = OFlag::O_RDONLY | OFlag::O_DIRECTORY | OFlag::O_CLOEXEC;
         let fd = uninterrupted(|| nix::fcntl::open(path, flags, Permissions::empty()))
             .map_err(|errno| Error::os("open", path, errno))?;
-        let fd = Held::new(above_standard(fd)).map_err(|source| Error::os("fstat", path, source))?;
-        let device = fd.identity().device;
+        let fd = above_standard(fd);
+        let identity = identity(&fstat(&fd).map_err(|errno| Error::os("fstat", path, errno))?);
         Ok(Self {
             path: path.to_owned(),
-            fd,
-            device,
+            fd: Held::known(fd, Some(identity)),
+            device: identity.device,
         })
     }
 
@@ -209,10 +209,13 @@ impl Directory {
     ///
     /// # Errors
     /// [`Error::Os`].
-    pub(crate) fn drop_own_name(&self, name: &CStr, ours: FileIdentity) -> Result<bool> {
+    pub(crate) fn drop_own_name(&self, name: &CStr, file: &Held<impl AsFd>) -> Result<bool> {
         let mut go_on = crate::wait::never_stop();
         let _locked = self.lock(&mut Waiter::new(Duration::from_secs(1), &mut go_on)).ok();
-        self.drop_name_of(name, ours)
+        match file.identity() {
+            Some(ours) => self.drop_name_of(name, ours),
+            None => self.drop_name(name, file),
+        }
     }
 }
 

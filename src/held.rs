@@ -18,23 +18,12 @@ use crate::holders::FileIdentity;
 #[derive(Debug)]
 pub struct Held<File: AsFd> {
     file: ManuallyDrop<File>,
-    identity: FileIdentity,
+    /// `None` where the system did not say: then the number is taken to be ours.
+    identity: Option<FileIdentity>,
 }
 
 impl<File: AsFd> Held<File> {
-    /// # Errors
-    /// The error of `fstat(2)`.
-    pub fn new(file: File) -> io::Result<Self> {
-        let identity = identity(&stat_of(file.as_fd().as_raw_fd())?);
-        Ok(Self {
-            file: ManuallyDrop::new(file),
-            identity,
-        })
-    }
-
-    /// A file whose identity was seen before.
-    #[must_use]
-    pub fn known(file: File, identity: FileIdentity) -> Self {
+    pub fn known(file: File, identity: Option<FileIdentity>) -> Self {
         Self {
             file: ManuallyDrop::new(file),
             identity,
@@ -42,26 +31,30 @@ impl<File: AsFd> Held<File> {
     }
 
     /// Of the file that was opened, whatever the number stands for now.
-    #[must_use]
-    pub fn identity(&self) -> FileIdentity {
+    pub fn identity(&self) -> Option<FileIdentity> {
         self.identity
     }
 
     /// # Errors
-    /// `EBADF` where the number stands for nothing, or for another file; else the error of `fstat(2)`.
+    /// `EBADF` where the number stands for nothing, or for another file; another error of `fstat(2)`.
     pub fn must_be_ours(&self) -> io::Result<()> {
-        if identity(&stat_of(self.file.as_fd().as_raw_fd())?) == self.identity {
-            Ok(())
-        } else {
-            Err(Errno::EBADF.into())
+        let stat = stat_of(self.file.as_fd().as_raw_fd())?;
+        match self.identity {
+            Some(ours) if ours != identity(&stat) => Err(Errno::EBADF.into()),
+            Some(_) | None => Ok(()),
         }
+    }
+
+    /// Has somebody else closed it?
+    pub fn is_lost(&self) -> bool {
+        self.must_be_ours()
+            .is_err_and(|error| error.raw_os_error() == Some(Errno::EBADF as i32))
     }
 }
 
 impl<File: AsFd> Drop for Held<File> {
     fn drop(&mut self) {
-        let is_anothers = |error: io::Error| error.raw_os_error() == Some(Errno::EBADF as i32);
-        if !self.must_be_ours().is_err_and(is_anothers) {
+        if !self.is_lost() {
             // SAFETY: dropped here and nowhere else, and not used afterwards.
             unsafe { ManuallyDrop::drop(&mut self.file) };
         }
@@ -94,13 +87,15 @@ mod tests {
         let create = |name| File::create(directory.path().join(name)).unwrap();
         let number = create("ours").into_raw_fd();
         // SAFETY: the number is open, and `held` is its owner from here on.
-        let held = Held::new(unsafe { <File as std::os::fd::FromRawFd>::from_raw_fd(number) }).unwrap();
+        let file = unsafe { <File as std::os::fd::FromRawFd>::from_raw_fd(number) };
+        let held = Held::known(file, stat_of(number).ok().map(|stat| identity(&stat)));
         assert!(held.must_be_ours().is_ok());
 
         let other = create("other");
         // SAFETY: takes two open numbers; the first stands for the second's file from now on.
         assert_eq!(unsafe { nix::libc::dup2(other.as_raw_fd(), number) }, number);
         assert_eq!(held.must_be_ours().unwrap_err().raw_os_error(), Some(nix::libc::EBADF));
+        assert!(held.is_lost());
         drop(held);
         assert!(stat_of(number).is_ok(), "closed somebody else's file");
         // SAFETY: nobody owns the number any more.

@@ -127,7 +127,7 @@ impl<'s> Opening<'s> {
                         role,
                         is_ready,
                         // From here on a forked child shares the file, as it shares the mapping.
-                        file: Held::known(unshared.share(), identity),
+                        file: Held::known(unshared.share(), Some(identity)),
                         mapping,
                         directory: self.directory,
                         name: self.name,

@@ -263,7 +263,7 @@ impl Region {
             return Ok(false);
         }
         reached(Step::DropName);
-        self.directory.drop_own_name(&self.name, file.identity())
+        self.directory.drop_own_name(&self.name, file)
     }
 
     /// False in a child that was forked after the region was opened.
@@ -361,7 +361,7 @@ impl Region {
             return report;
         }
         reached(Step::Close);
-        report.is_descriptor_lost = file.must_be_ours().is_err() || self.directory.fd.must_be_ours().is_err();
+        report.is_descriptor_lost = file.is_lost() || self.directory.fd.is_lost();
         // The mapping keeps the inode, so the name can still be told from a successor's.
         let reopened = report
             .is_descriptor_lost
@@ -371,7 +371,7 @@ impl Region {
         let freeing = directory.begin_freeing();
         if self.role == Role::Creator {
             reached(Step::DropName);
-            report.name_problem = directory.drop_own_name(&self.name, file.identity()).err();
+            report.name_problem = directory.drop_own_name(&self.name, &file).err();
         }
         reached(Step::Unregister);
         for result in [self.settle_leftover(), self.unpin().map(|_| ())] {

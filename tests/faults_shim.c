@@ -19,6 +19,7 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/statfs.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <sys/sysinfo.h>
@@ -114,6 +115,7 @@ WRAP(fstatat, (int dir, const char *name, struct stat *stat, int flags), (dir, n
 WRAP(fchmod, (int fd, mode_t mode), (fd, mode))
 WRAP(ftruncate, (int fd, off_t len), (fd, len))
 WRAP(munmap, (void *start, size_t len), (start, len))
+WRAP(fstatfs64, (int fd, struct statfs64 *stat), (fd, stat))
 WRAP(fstatvfs, (int fd, struct statvfs *stat), (fd, stat))
 WRAP(sysinfo, (struct sysinfo *info), (info))
 WRAP(statx, (int dir, const char *name, int flags, unsigned mask, struct statx *stat), (dir, name, flags, mask, stat))
@@ -124,6 +126,7 @@ int madvise(void *start, size_t len, int advice) {
     FAIL_AS(advice == 14   ? "madvise(MADV_HUGEPAGE)"
             : advice == 16 ? "madvise(MADV_DONTDUMP)"
             : advice == 15 ? "madvise(MADV_NOHUGEPAGE)"
+            : advice == 16 ? "madvise(MADV_DONTDUMP)"
             : advice == 22 ? "madvise(MADV_POPULATE_READ)"
             : advice == 23 ? "madvise(MADV_POPULATE_WRITE)"
             : advice == 25 ? "madvise(MADV_COLLAPSE)"

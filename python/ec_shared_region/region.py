@@ -33,6 +33,10 @@ logger = logging.getLogger("ec_shared_region")
 
 _Value = TypeVar("_Value")
 
+# Paths and codes of failed registrations that were warned of in this process: a region that is opened again and again
+# meets the same refusal.
+_warned: dict[tuple[str, int | None], PinResult] = {}
+
 # Cleaned up when the interpreter ends; a process that is killed leaves its file to the next constructor. By `id`, in a
 # dictionary and no set: its references can be listed in one step, whatever other threads open and close.
 _open_regions: weakref.WeakValueDictionary[int, ECSharedRegion] = weakref.WeakValueDictionary()
@@ -165,8 +169,6 @@ class ECSharedRegion(_core.Region):
             self.__dict__.pop(name, None)
         self._is_open = True
         self._blocks_nbytes = num_blocks * block_size_bytes
-        # Codes of failed registrations that were warned of.
-        self._warned_codes: dict[int | None, PinResult] = {}
         _open_regions[id(self)] = self
         for file_name, freed_bytes in opened.reclaimed:
             logger.info("removed %s, which a dead process left: %d bytes", _core.shown(file_name), freed_bytes)
@@ -295,8 +297,8 @@ class ECSharedRegion(_core.Region):
         Each process that copies to or from a GPU must call it, and may do so in a thread while others use
         ``blocks``. Does nothing where CUDA is not available, where the region is pinned already, and where
         the environment variable ``EC_SHARED_REGION_PIN`` is ``0``. Either every byte is registered or none.
-        A failure is a warning with the code, once for each code and process (a line at INFO from then on):
-        transfers still work, but slower.
+        A failure is a warning with the code, once for each code and id in this process, also if the
+        region is opened again (a line at INFO from then on): transfers still work, but slower.
 
         :param max_piece_bytes: most bytes of one registration; a piece is a multiple of the least common
             multiple of page and block size. Default: ``EC_SHARED_REGION_MAX_PIECE_BYTES``, else 64 GiB.
@@ -348,7 +350,7 @@ class ECSharedRegion(_core.Region):
             if strict:
                 raise failure
             # Of threads that meet the same code at once, one is the first.
-            is_first = self._warned_codes.setdefault(result.code, result) is result
+            is_first = _warned.setdefault((self._mmap_path, result.code), result) is result
             logger.log(logging.WARNING if is_first else logging.INFO, "%s", failure)
         return result
 

@@ -303,6 +303,7 @@ pub const ROWS: &[Row] = &[
     row("madvise(MADV_NOHUGEPAGE)", &[EACCES, EAGAIN, EBADF, EINTR, EINVAL, EIO, ENOMEM, EPERM], &[Works], &[Works]),
     // Without it a core file takes the region as well.
     row("madvise(MADV_DONTDUMP)", &[EACCES, EAGAIN, EBADF, EINTR, EINVAL, EIO, ENOMEM, EPERM], &[Works], &[Works]),
+    row("fstatfs64", &[EACCES, EBADF, EFAULT, EINTR, EIO, ELOOP, ENOENT, ENOMEM, ENOSYS, EOVERFLOW], &[Works], &[Works]),
     row("ioctl(PAGEMAP_SCAN)", &[E2BIG, EBADF, EFAULT, EINTR, EINVAL, ENOMEM, ENOTTY], &[Works], &[Works]),
     row("open(mountinfo)", LOOKED_UP, &[Works], &[Works]),
     row("open(pagemap)", LOOKED_UP, &[Works], &[Works]),

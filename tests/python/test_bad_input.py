@@ -50,6 +50,7 @@ def test_a_lone_surrogate_is_a_value_error() -> None:
     assert isinstance(error, ValueError)
 
 
+@pytest.mark.case("FR-36")
 def test_the_length_is_counted_in_bytes_and_the_longest_works(open_region: Any) -> None:
     name = f"{os.getpid():x}"
     region = open_region(name + "é" * ((LONGEST - len(name)) // 2), 1, 64)

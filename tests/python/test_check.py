@@ -29,6 +29,7 @@ def test_holders_in_other_processes_are_named(open_region: Any, spawn: Any, engi
 
 
 @pytest.mark.case("AT-02")
+@pytest.mark.case("FR-48")
 def test_a_lost_name_is_told_and_nothing_is_put_in_its_place(open_region: Any, engine_id: str) -> None:
     region = open_region(engine_id, 2, 64)
     joiner = open_region(engine_id, 2, 64)
@@ -52,6 +53,7 @@ def test_a_replaced_name_is_told(open_region: Any, engine_id: str) -> None:
 
 
 @pytest.mark.case("LI-11")
+@pytest.mark.case("FR-47")
 def test_a_file_that_shrank_or_grew_is_told_without_touching_it(open_region: Any, engine_id: str) -> None:
     region = open_region(engine_id, 2, 4096)
     for size, words in ((0, "bus error"), (8193, "grown")):

@@ -28,6 +28,7 @@ def orphan(spawn: Any, engine_id: str, blocks: int = 4, block_bytes: int = 7168,
 @pytest.mark.case("ST-23", "ST-02", "ST-20")
 @pytest.mark.parametrize("mode", ["create_or_join", "create"])
 @pytest.mark.parametrize(("blocks", "block_bytes"), [(4, 7168), (7, 7168), (1, 7168), (8, 3584)])
+@pytest.mark.case("FR-52")
 def test_the_next_constructor_is_creator_at_once_with_zero_bytes(
     spawn: Any, open_region: Any, engine_id: str, mode: str, blocks: int, block_bytes: int
 ) -> None:
@@ -122,6 +123,7 @@ thread.start()
 
 
 @pytest.mark.case("ST-01", "ST-05", "ST-13", "OB-05")
+@pytest.mark.case("FR-50")
 def test_orphans_of_other_ids_are_reclaimed(spawn: Any, open_region: Any, new_id: Any) -> None:
     """Fresh ids at every start would never meet the old name: construction sweeps."""
     dead = [new_id() for _ in range(3)]
@@ -134,6 +136,7 @@ def test_orphans_of_other_ids_are_reclaimed(spawn: Any, open_region: Any, new_id
 
 
 @pytest.mark.case("ST-01", "ST-11")
+@pytest.mark.case("FR-51")
 def test_a_crash_loop_is_no_loop(small_shm: Any, new_id: Any) -> None:
     """Room for one and a half regions: the restart under another id has to reclaim first to fit."""
     shm = small_shm("size=3m")
@@ -185,6 +188,7 @@ def test_a_live_region_of_another_engine_is_left_alone(spawn: Any, open_region: 
 
 
 @pytest.mark.case("ST-17")
+@pytest.mark.case("FR-49")
 def test_another_users_orphan_is_left_alone(
     as_root: None, spawn: Any, open_region: Any, new_id: Any, litter: Any
 ) -> None:
@@ -237,6 +241,7 @@ def test_waiters_take_over_from_a_killed_creator(spawn: Any, engine_id: str) -> 
     ],
     ids=["plain", "view", "numpy", "cycle", "builtins", "daemon thread", "subclass cycle"],
 )
+@pytest.mark.case("FR-46")
 def test_interpreter_exit_without_cleanup(spawn: Any, engine_id: str, holding: str) -> None:
     """No call at all: exit code 0, nothing on stderr, and the name is gone or at least free to be reclaimed."""
     child = spawn()

@@ -20,7 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ec_shared_region.demo import photos
+from ec_shared_region.demo import leftovers, photos, report
 from ec_shared_region.demo.encoder import PatchEmbedding
 from ec_shared_region.demo.leftovers import Leftover
 from ec_shared_region.demo.messages import DemoError, JobKind, Plan
@@ -355,3 +355,34 @@ def test_a_grid_keeps_within_its_limit(size: tuple[int, int], max_patches: int) 
     width, height = size
     if width * height >= 14 * 14 * max_patches and max_patches == 4096:
         assert rows * columns > 0.5 * max_patches  # made smaller, not thrown away
+
+
+@pytest.mark.slow
+def test_two_demos_of_one_id_that_start_together(new_id: Callable[[], str]) -> None:
+    """One has the region; the other says whose it is, leaves it alone, and blames no leftover."""
+    engine_id = new_id()
+    demos = [Demo(*SMALL, "--engine-id", engine_id, "--json") for _ in range(2)]
+    ends = sorted((demo.end() for demo in demos), key=lambda end: end[0])
+    assert ends[0][0] == 0, ends
+    # The second may have come when the first was through; else it could not do its work.
+    assert ends[1][0] in {0, 3}, ends
+    found = json.loads(ends[1][1])
+    assert (found["problems"], found["left"]) == ([], [])
+    assert not path_of(engine_id).exists()
+
+
+@pytest.mark.parametrize("is_live", [True, False])
+def test_another_engines_file_is_no_leftover(
+    is_live: bool, new_id: Callable[[], str], open_region: Callable[..., Any], litter: Callable[[Path], Path]
+) -> None:
+    engine_id = new_id()
+    if is_live:
+        open_region(engine_id, 4, 64)
+    else:
+        litter(path_of(engine_id)).touch(0o600)
+    assert leftovers.reclaim(engine_id) is is_live
+    assert path_of(engine_id).exists() is is_live
+
+
+def test_one_is_singular() -> None:
+    assert (report._photographs(1), report._photographs(2000)) == ("1 photograph", "2,000 photographs")

@@ -144,6 +144,7 @@ def test_a_dead_file_with_a_second_name_keeps_the_second_names_bytes(
 @pytest.mark.case("PE-05", "ST-17")
 @MODES
 @pytest.mark.parametrize("live", [True, False])
+@pytest.mark.case("FR-27")
 def test_another_users_file_under_our_name_says_whose(
     as_root: None, spawn: Any, engine_id: str, mode: str, litter: Callable[[Path], Path], live: bool
 ) -> None:
@@ -187,6 +188,7 @@ def test_a_dangling_name_is_no_reason_to_write_elsewhere(engine_id: str, litter:
 
 @pytest.mark.case("PE-10")
 @pytest.mark.parametrize("mode", ["create_or_join", "create", "join"])
+@pytest.mark.case("FR-15")
 def test_no_dev_shm_at_all(small_shm: Any, engine_id: str, mode: str) -> None:
     child = small_shm(None).spawn()
     error = error_of(child, "Region(id, 8, 64, mode=mode, timeout=0.1)", id=engine_id, mode=mode)
@@ -197,6 +199,7 @@ def test_no_dev_shm_at_all(small_shm: Any, engine_id: str, mode: str) -> None:
 
 
 @pytest.mark.case("PE-10")
+@pytest.mark.case("FR-40")
 def test_a_read_only_dev_shm(small_shm: Any, engine_id: str) -> None:
     child = small_shm("size=1m", read_only=True).spawn()
     error = error_of(child, "Region(id, 8, 64)", id=engine_id)
@@ -216,6 +219,7 @@ def test_out_of_inodes_says_inodes(small_shm: Any, engine_id: str) -> None:
     assert "inode" in error.text
 
 
+@pytest.mark.case("FR-41")
 def test_a_tmpfs_without_limit_reports_no_free_bytes_and_works(small_shm: Any, engine_id: str) -> None:
     shm = small_shm("size=0")
     assert shm.free_bytes() == 0
@@ -301,6 +305,7 @@ def test_a_step_that_fails_leaves_nothing(spawn: Any, engine_id: str, call: str)
     assert child.run("'/dev/shm/' in open('/proc/self/maps').read()") is False
 
 
+@pytest.mark.case("FR-63")
 def test_a_limit_on_file_size(spawn: Any, engine_id: str) -> None:
     """RLIMIT_FSIZE: the signal that comes with it must not end the process."""
     child = spawn()

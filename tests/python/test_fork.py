@@ -55,6 +55,7 @@ def test_a_forked_childs_end_disturbs_nothing(spawn: Any, engine_id: str, work: 
 
 
 @pytest.mark.case("FO-01")
+@pytest.mark.case("FR-45")
 def test_a_forked_childs_normal_exit_disturbs_nothing(spawn: Any, engine_id: str) -> None:
     """The whole interpreter of the child is torn down, with the region in it."""
     parent = spawn()

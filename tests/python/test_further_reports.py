@@ -72,6 +72,7 @@ def test_a_daemon_that_closes_all_descriptors(small_shm: Any, engine_id: str) ->
 
 @pytest.mark.case("FR-03")
 @pytest.mark.parametrize("closed", [(0,), (1,), (0, 1, 2)])
+@pytest.mark.case("FR-35")
 def test_a_region_never_takes_the_number_of_a_standard_stream(small_shm: Any, engine_id: str, closed: Any) -> None:
     """Else what a library prints would be written into block 0."""
     child = small_shm.spawn().ready()
@@ -225,6 +226,7 @@ def test_a_quota_of_inodes(small_shm: Any, engine_id: str) -> None:
         ("ftruncate", errno.EINVAL, "tmpfs"),
     ],
 )
+@pytest.mark.case("FR-38")
 def test_the_hint_goes_by_the_call_that_failed(
     small_shm: Any, engine_id: str, call: str, number: int, word: str
 ) -> None:
@@ -267,6 +269,7 @@ def test_what_else_dev_shm_may_be(small_shm: Any, engine_id: str, kind: str) -> 
 
 
 @pytest.mark.case("FR-17")
+@pytest.mark.case("FR-39")
 def test_a_directory_that_only_root_may_write_to(small_shm: Any, engine_id: str, as_root: None) -> None:
     """As a sandbox made it once: mode 0755."""
     small_shm.anchor.run("os.chmod('/dev/shm', 0o755)")
@@ -294,6 +297,19 @@ def test_without_proc(small_shm: Any, engine_id: str) -> None:
     assert small_shm.names() == []
 
 
+@pytest.mark.case("FR-42")
+def test_without_ofd_locks(small_shm: Any, engine_id: str) -> None:
+    """Opened and shared; what needs them says so."""
+    rules = [{"call": "fcntl", "error": errno.EINVAL, "argument": 1, "equals": number} for number in (36, 37, 38)]
+    child = small_shm.spawn(refuse=rules).ready()
+    child.run("r = Region(id, 4, 4096); j = Region(id, 4, 4096); memoryview(r)[1, 1] = 5", id=engine_id)
+    assert child.run("(r.is_creator, j.is_creator, memoryview(j)[1, 1])") == (True, False, 5)
+    error = error_of(child, "j.identity()")
+    assert "no OFD locks" in error.text and error.hint is not None and "OFD locks" in error.hint
+    child.run("j.cleanup(); r.cleanup()")
+    assert small_shm.names() == []
+
+
 # The process
 
 
@@ -316,6 +332,7 @@ def test_a_core_file_leaves_the_region_out(open_region: Callable[..., Any], engi
 
 
 @pytest.mark.case("FR-21")
+@pytest.mark.case("FR-44")
 def test_a_sub_interpreter_is_refused_and_hangs_nobody() -> None:
     code = """
 import _xxsubinterpreters as interpreters, sys
@@ -369,19 +386,40 @@ def test_a_zombie_holds_nothing(spawn: Any, engine_id: str) -> None:
     child.run("r = Region(id, 8, 64, timeout=5); assert r.is_creator; r.cleanup(); os.waitpid(pid, 0)", id=engine_id)
 
 
-@pytest.mark.case("FR-25")
 def test_a_working_directory_that_is_gone(spawn: Any, engine_id: str) -> None:
     child = spawn(None)
     child.run("import tempfile; d = tempfile.mkdtemp(); os.chdir(d); os.rmdir(d)")
     child.run("from ec_shared_region import ECSharedRegion; r = ECSharedRegion(id, 4, 4096); r.cleanup()", id=engine_id)
 
 
-@pytest.mark.case("FR-26")
 @pytest.mark.parametrize("flags", [["-OO"], ["-W", "error"], ["-X", "dev"], ["-I"]])
 def test_the_interpreters_switches_change_nothing(engine_id: str, flags: list[str]) -> None:
     code = f"from ec_shared_region import ECSharedRegion as R; r = R({engine_id!r}, 4, 64); r.cleanup(); r.cleanup()"
     done = subprocess.run([sys.executable, *flags, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.case("FR-53")
+def test_a_holder_in_another_pid_namespace(small_shm: Any, new_id: Callable[[], str], as_root: None) -> None:
+    """As in another container: seen alive by its locks, and dead as soon as it is; no pid has to mean anything."""
+    engine_id, other_id = new_id(), new_id()
+    child, other = small_shm.spawn().ready(), small_shm.spawn().ready()
+    child.run("libc = __import__('ctypes').CDLL(None); assert libc.unshare(0x20000000) == 0")
+    child.run(
+        "reader, writer = os.pipe()\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    assert os.getpid() == 1\n"
+        "    r = Region(id, 4, 4096); os.write(writer, b'x'); time.sleep(3600)\n"
+        "os.read(reader, 1); os.close(reader); os.close(writer)",
+        id=engine_id,
+    )
+    assert error_of(other, "Region(id, 8, 64)", id=engine_id).classes[0] == "GeometryMismatchError"
+    other.run("Region(id, 4, 64).cleanup()", id=other_id)  # and its sweep leaves the other alone
+    assert small_shm.names() == [path_of(engine_id).name]
+    child.run("os.kill(pid, signal.SIGKILL); os.waitpid(pid, 0)")
+    assert other.run("r = Region(id, 8, 64); r.is_creator", id=engine_id)
+    other.run("r.cleanup()")
 
 
 @pytest.mark.case("FR-27", "FR-28")
@@ -423,6 +461,7 @@ def test_a_resource_tracker_that_takes_the_name(spawn: Any, engine_id: str, open
 # What is said
 
 
+@pytest.mark.case("FR-49")
 def test_what_was_passed_over_is_a_line_at_debug(
     litter: Callable[[Path], Path],
     new_id: Callable[[], str],
@@ -439,6 +478,7 @@ def test_what_was_passed_over_is_a_line_at_debug(
 
 
 @pytest.mark.parametrize("kind", ["memoryview", "numpy", "blocks", "torch.frombuffer", "nothing"])
+@pytest.mark.case("FR-55")
 def test_the_closing_line_says_what_keeps_the_memory(
     kind: str, open_region: Callable[..., Any], engine_id: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -470,6 +510,7 @@ def test_a_closed_regions_buffer_has_a_hint(open_region: Callable[..., Any], eng
         memoryview(region)
 
 
+@pytest.mark.case("FR-58")
 def test_the_creators_line_says_what_room_is_left(small_shm: Any, engine_id: str) -> None:
     child = small_shm.spawn()
     child.run(COLLECT_LOG)

@@ -171,6 +171,7 @@ def test_a_mode_that_was_opened_later_shuts_newcomers_out(open_region: Any, engi
 
 @pytest.mark.case("LI-11", "AT-13")
 @pytest.mark.parametrize("size", [0, 1, 4096, 2 * 7168 * 4])
+@pytest.mark.case("FR-47")
 def test_a_file_that_somebody_resized_is_not_mapped_and_not_put_right(
     open_region: Any, engine_id: str, size: int
 ) -> None:

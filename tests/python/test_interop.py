@@ -161,6 +161,7 @@ def test_ten_openers_meet_one_slow_original(spawn: Any, engine_id: str) -> None:
 
 
 @pytest.mark.case("CR-01")
+@pytest.mark.case("FR-54")
 def test_an_original_killed_before_it_sized_is_replaced(spawn: Any, open_region: Any, engine_id: str) -> None:
     original = spawn("original")
     original.run(SLOW_ORIGINAL, id=engine_id)

@@ -126,6 +126,7 @@ def test_mode_create(open_region: Any, engine_id: str) -> None:
 
 
 @pytest.mark.case("AT-01")
+@pytest.mark.case("FR-65")
 def test_mode_join_without_a_file_says_what_was_waited_for(engine_id: str) -> None:
     with pytest.raises(ec.RegionNotFoundError) as caught:
         ECSharedRegion(engine_id, 2, 4711, mode="join", timeout=0.05)
@@ -138,6 +139,7 @@ def test_mode_join_without_a_file_says_what_was_waited_for(engine_id: str) -> No
 
 
 @pytest.mark.case("MN-05")
+@pytest.mark.case("FR-66")
 def test_mode_join_mentions_similar_names(open_region: Any, engine_id: str) -> None:
     open_region(engine_id, 2, 64)
     wanted = engine_id.replace("_dp0", "_dp1")
@@ -261,6 +263,7 @@ def test_old_views_read_old_bytes_under_a_new_generation(open_region: Any, engin
 
 
 @pytest.mark.case("MN-01")
+@pytest.mark.case("FR-43")
 def test_two_hosts_make_a_region_each(small_shm: Any, engine_id: str) -> None:
     one, two = small_shm("size=1m").spawn(), small_shm("size=1m").spawn()
     for host in (one, two):
@@ -269,6 +272,7 @@ def test_two_hosts_make_a_region_each(small_shm: Any, engine_id: str) -> None:
 
 
 @pytest.mark.case("MN-02")
+@pytest.mark.case("FR-37")
 def test_two_engines_of_one_id_and_other_sizes_name_both_shapes(open_region: Any, engine_id: str) -> None:
     open_region(engine_id, 100, 64)
     with pytest.raises(ec.GeometryMismatchError) as caught:

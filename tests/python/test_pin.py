@@ -85,6 +85,7 @@ def test_pinning_again_is_a_no_op(runtime: FakeRuntime, region: Any) -> None:
 @pytest.mark.case("PI-16", "PI-22", "PI-46", "PI-17")
 @pytest.mark.parametrize("code", [1, 2, 801, 304])
 @pytest.mark.parametrize("wrap", [int, lambda code: SimpleNamespace(value=code)], ids=["int", "enum"])
+@pytest.mark.case("FR-67")
 def test_a_failure_is_a_warning_with_the_code(
     runtime: FakeRuntime, region: Any, caplog: Any, code: int, wrap: Any
 ) -> None:

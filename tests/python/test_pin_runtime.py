@@ -90,6 +90,7 @@ def test_a_refusal_at_the_third_piece_undoes_the_first_two_and_can_be_repeated(r
 
 
 @pytest.mark.case("PI-01", "MN-07", "PI-07")
+@pytest.mark.case("FR-68")
 def test_pieces_are_halved_until_the_driver_takes_them(run) -> None:
     run(
         """

@@ -40,6 +40,8 @@ def assert_no_space(error: Any, asked: int, free: int) -> None:
 @pytest.mark.case("CA-01", "CA-05", "PO-05", "CA-02")
 @pytest.mark.parametrize("populate", ["create", "never"])
 @pytest.mark.parametrize("mode", ["create_or_join", "create"])
+@pytest.mark.case("FR-57")
+@pytest.mark.case("FR-59")
 def test_too_small_is_refused_with_both_numbers(small_shm: Any, engine_id: str, populate: str, mode: str) -> None:
     shm = small_shm("size=1m")
     child = shm.spawn()
@@ -54,6 +56,7 @@ def test_too_small_is_refused_with_both_numbers(small_shm: Any, engine_id: str, 
 
 
 @pytest.mark.case("CA-05", "CA-07")
+@pytest.mark.case("FR-56")
 def test_the_unconfigured_container(small_shm: Any, engine_id: str) -> None:
     shm = small_shm("size=64m")
     child = shm.spawn()
@@ -62,6 +65,7 @@ def test_the_unconfigured_container(small_shm: Any, engine_id: str) -> None:
 
 
 @pytest.mark.case("CA-13")
+@pytest.mark.case("FR-60")
 def test_a_one_page_shm(small_shm: Any, engine_id: str) -> None:
     shm = small_shm("size=4k")
     child = shm.spawn()
@@ -108,6 +112,7 @@ def test_every_page_is_backed_when_the_constructor_returns(open_region: Any, eng
 
 @pytest.mark.case("CA-08")
 @pytest.mark.parametrize("populate", ["create", "never"])
+@pytest.mark.case("FR-61")
 def test_every_block_can_be_written_after_a_neighbour_filled_the_rest(
     small_shm: Any, engine_id: str, populate: str
 ) -> None:
@@ -154,6 +159,7 @@ def test_a_waiter_learns_that_the_creator_failed_for_space(small_shm: Any, engin
 
 
 @pytest.mark.case("CA-10")
+@pytest.mark.case("FR-64")
 def test_it_never_moves_to_another_directory(small_shm: Any, engine_id: str, tmp_path: Any) -> None:
     shm = small_shm("size=1m")
     child = shm.spawn(env={"TMPDIR": str(tmp_path)})
