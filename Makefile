@@ -41,7 +41,7 @@ wheel: ## build a manylinux_2_17 wheel for this machine's processor into dist/, 
 aarch64: ## cross-build the aarch64 wheel into dist/, and inspect it (it is not run)
 	@ci/aarch64.sh
 
-bench: ## run the criterion benches; ARGS goes to cargo bench
+bench: ## run the criterion benches, then the table beside the stock way: ARGS="--quick", "--rows P2,P8", "--check", --help
 	@ci/bench.sh $(ARGS)
 
 bench-gpu: ## registration and copies on this machine's GPU; ARGS goes to benches/gpu.py

@@ -2,7 +2,8 @@
 //! is `target/criterion/report/index.html`.
 //!
 //! Criterion takes all samples of one way before those of the other, and a busy neighbour can fall on
-//! one of them alone: read speeds here, and ratios in the table of `benches/ratio.rs`.
+//! one of them alone: read speeds here, and ratios in the table of `benches/table/`, which measures the
+//! package, beside the pure-Python class.
 //!
 //! `EC_BENCH_MIB=64,1024` measures other sizes; Criterion's own options, after `--`, take longer or
 //! shorter samples.

@@ -1,4 +1,4 @@
-//! What both benches share.
+//! What the bench is made of.
 
 // A bench that cannot do its work should stop there, loudly: there is no caller to tell.
 #![allow(clippy::expect_used)]
