@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,8 +39,8 @@ How it measures:
   where that is permitted), which is gone with the bench whatever ends it. A round takes a sample of each side, stock,
   ours and the machine's limit, in turn; a ratio is made of the two times of one round. Memory is touched and given
   back before each sample, in the page size that will be asked for, since a virtual machine pays for the first touch.
-  A round in which something else used the machine is repeated, as often as there are rounds; then it counts, and the
-  table says so. A quiet machine gives better figures than more rounds.
+  A round in which something else used the machine is repeated, a few times in a row and in the whole run; then it
+  counts, and the table says so. A quiet machine gives better figures than more rounds.
 """
 
 
@@ -123,9 +124,7 @@ class Stages:
 
     def on(self, mount: str) -> Stage:
         if mount not in self._stages:
-            # A quick run marks what was disturbed, and repeats nothing.
-            repeats = 0 if self._quick else self._rounds
-            self._stages[mount] = Stage(Setting(mount, self._prefix, self._quick, self._rounds, repeats))
+            self._stages[mount] = Stage(Setting(mount, self._prefix, self._quick, self._rounds))
         return self._stages[mount]
 
     def forget(self, mount: str) -> None:
@@ -213,6 +212,10 @@ def _carry_out(order: Order, mount: str, stages: Stages, progress: Progresses, s
     return row
 
 
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def verdict(run: Run) -> int:
     """Says which rows are under their floors; the exit status."""
     for row in run.under_floor():
@@ -280,6 +283,8 @@ def main(
         rounds = rounds or (QUICK_ROUNDS if quick else ROUNDS)
         is_all = not quick and wanted is None
         run = Run(machine(), {"rounds": rounds, "quick": quick})
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, _interrupt)  # like Ctrl-C: nothing stays behind
         growth, peers = (is_all if each is None else each for each in (with_growth, with_peers))
         is_whole = measure(run, wanted, quick, rounds, growth, peers)
         if is_whole:

@@ -88,6 +88,8 @@ def _growth(axes: Any, growth: Growth) -> None:
                 markersize=4,
             )
     axes.set_xscale("log")
+    axes.set_xticks([point.at for point in growth.points], [f"{point.at:,}" for point in growth.points])
+    axes.set_xticks([], minor=True)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(growth.axis)
     axes.set_ylabel("ms per GiB" if growth.unit == "s/GiB" else "ms")

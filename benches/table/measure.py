@@ -127,6 +127,8 @@ class Rounds:
     """How many rounds, and how many more where a neighbour was busy."""
 
     count: int
+    # In the whole run, and of that in one contest: where a neighbour is always busy, repeating helps nobody.
+    repeats_left: int
     most_repeats: int
     watch: Watch
     # Called before each round with its number, counted from 1, and what disturbed the one before.
@@ -138,12 +140,14 @@ class Rounds:
         """Takes samples of all sides in turn, round by round, so that what else the machine does falls on all.
 
         A side that cannot be measured is left out with its reason; where it is ours or the stock way, NotMeasured goes
-        on. Sides in `once` are sampled in the first round only. `rehearse` plays a round first that does not count.
+        on. Sides in `once` are sampled once, before the rounds. `rehearse` plays a round first that does not count.
         """
         contest = Contest(seconds={name: [] for name in sides})
-        order = list(sides)
+        order = [name for name in sides if name not in once]
+        for name in once:
+            contest.seconds[name] = [sides[name]().seconds]
         if rehearse:
-            for name in [name for name in order if name not in once]:
+            for name in order:
                 self._sample(name, sides, contest)
         wanted = min(self.count, rounds or self.count)
         disturbance = None
@@ -155,12 +159,12 @@ class Rounds:
             self.watch.begin()
             taken: dict[str, Sample] = {}
             for name in order:
-                if name not in contest.absent and not (name in once and contest.seconds[name]):
-                    sample = self._sample(name, sides, contest)
-                    if sample is not None:
-                        taken[name] = sample
+                sample = None if name in contest.absent else self._sample(name, sides, contest)
+                if sample is not None:
+                    taken[name] = sample
             disturbance = self.watch.disturbance()
-            if disturbance and contest.repeated < self.most_repeats:
+            if disturbance and self.repeats_left and contest.repeated < self.most_repeats:
+                self.repeats_left -= 1
                 contest.repeated += 1
             else:
                 contest.disturbed += disturbance is not None

@@ -16,6 +16,7 @@ from typing import Any
 from .family import die_with_the_parent
 
 SHM_SIZE = "75%"
+REPEATS_PER_ROUND = 4
 
 _spawn = multiprocessing.get_context("spawn")
 
@@ -30,7 +31,6 @@ class Setting:
     prefix: str
     is_quick: bool
     rounds: int
-    most_repeats: int
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,11 @@ def _serve(pipe: Connection, setting: Setting, shm: str) -> None:
     def tell(number: int, disturbance: str | None) -> None:
         pipe.send(Told(number, disturbance))
 
+    # A quick run says what was disturbed, and repeats nothing.
+    repeats = 0 if setting.is_quick else REPEATS_PER_ROUND * setting.rounds
     bench = rows.Bench(
         rows.Scale.of(setting.is_quick),
-        measure.Rounds(setting.rounds, setting.most_repeats, watch, tell),
+        measure.Rounds(setting.rounds, repeats, max(1, setting.rounds // 2), watch, tell),
         bounds,
         (f"{setting.prefix}-{number}" for number in itertools.count()),
         setting.mount,

@@ -156,10 +156,10 @@ class _Watch:
         return self._findings.pop(0)
 
 
-def _rounds(count: int, repeats: int, findings: list[str | None]) -> tuple[measure.Rounds, list[int]]:
+def _rounds(count: int, repeats: int, findings: list[str | None], left: int = 9) -> tuple[measure.Rounds, list[int]]:
     told: list[int] = []
     watch: Any = _Watch(findings)
-    return measure.Rounds(count, repeats, watch, lambda number, _: told.append(number)), told
+    return measure.Rounds(count, left, repeats, watch, lambda number, _: told.append(number)), told
 
 
 def test_rounds_take_turns_and_repeat_what_was_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,6 +179,10 @@ def test_rounds_take_turns_and_repeat_what_was_disturbed(monkeypatch: pytest.Mon
     # The second round was thrown away once; the third counts although it was disturbed too.
     assert contest.seconds == {STOCK: [1.0, 5.0], OURS: [2.0, 6.0]}
     assert (contest.repeated, contest.disturbed, told) == (1, 1, [1, 2, 2])
+    # A run has a number of repetitions too.
+    rounds, told = _rounds(1, 5, ["busy", "busy"], left=1)
+    contest = rounds.play({OURS: side(OURS)})
+    assert (contest.repeated, contest.disturbed, told, rounds.repeats_left) == (1, 1, [1, 1], 0)
 
 
 def test_a_peer_that_is_missing_is_left_out_and_the_stock_way_is_not() -> None:
