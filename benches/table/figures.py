@@ -129,7 +129,7 @@ class Point:
 
 @dataclass
 class Growth:
-    """Time against something that grows. `per` divides a time: 1, or the GiB of each point."""
+    """Time against something that grows, in the unit that is named."""
 
     key: str
     what: str

@@ -82,14 +82,17 @@ def _backed(region: Any) -> None:
         raise SampleFailed(f"{status.st_blocks * 512} of {status.st_size} bytes are backed")
 
 
-def create(
-    way: str, engine_id: str, size_bytes: int, *, single: bool = False, huge: bool = True, **options: Any
-) -> Job:
+def warm_for(way: str, size_bytes: int, **options: Any) -> None:
+    """Warms memory in the page size that `open_region` will ask for."""
+    warm(size_bytes, huge=way != STOCK and options.get("huge_pages") != "off")
+
+
+def create(way: str, engine_id: str, size_bytes: int, *, single: bool = False, **options: Any) -> Job:
     """Create a region with every page there; on one core where `single`."""
 
     def job(_: Meet) -> Sample:
         with one_core() if single else contextlib.nullcontext():
-            warm(size_bytes, huge and way != STOCK)
+            warm_for(way, size_bytes, **options)
             with Stopwatch() as watch:
                 region = open_region(way, engine_id, size_bytes, **options)
         _backed(region)
@@ -104,7 +107,7 @@ def stall(way: str, engine_id: str, size_bytes: int) -> Job:
     """The longest time in which another Python thread could not run while a region was made."""
 
     def job(_: Meet) -> Sample:
-        warm(size_bytes, huge=way != STOCK)
+        warm_for(way, size_bytes)
         longest, done = 0.0, False
         started = threading.Event()
 
@@ -136,7 +139,7 @@ def hold(way: str, engine_id: str, size_bytes: int, **options: Any) -> Job:
     """Holds a region as its creator while others join it: they meet once it is there and once they are done."""
 
     def job(meet: Meet) -> Sample:
-        warm(size_bytes, huge=way != STOCK)
+        warm_for(way, size_bytes, **options)
         region = open_region(way, engine_id, size_bytes, **options)
         facts = facts_of(region)
         meet()
@@ -180,7 +183,8 @@ def race(way: str, engine_id: str, size_bytes: int, *, write: bool = False, **op
 
     def job(meet: Meet) -> Sample:
         meet()
-        start_together()
+        if not write:
+            start_together()
         with Stopwatch() as watch:
             region = open_region(way, engine_id, size_bytes, **options)
             if write and way == STOCK:
@@ -221,7 +225,7 @@ def cleanup(way: str, engine_id: str, size_bytes: int) -> Job:
     """Let go of a region as its only holder, every page mapped."""
 
     def job(_: Meet) -> Sample:
-        warm(size_bytes, huge=way != STOCK)
+        warm_for(way, size_bytes)
         region = open_region(way, engine_id, size_bytes)
         touch(region)
         facts = facts_of(region)
@@ -265,7 +269,7 @@ def copy_blocks(
 
         if way != STOCK and not hasattr(ECSharedRegion, "scatter_blocks" if scatter else "gather_blocks"):
             raise NotInBuild
-        warm(size_bytes, huge=way != STOCK)
+        warm_for(way, size_bytes)
         region = open_region(way, engine_id, size_bytes, block_bytes)
         blocks = region.blocks
         parts = max(2, 64 * MIB // (batch * block_bytes))

@@ -12,7 +12,7 @@ from .family import Job, NotInBuild, NotMeasured, Sample, Stopwatch, run, run_to
 from .figures import LIMIT, OURS, STOCK, Contest, Row, quantile
 from .jobs import MIB
 from .limits import Limits
-from .measure import Rounds, Side, each_way, warm
+from .measure import Rounds, Side, each_way
 
 # Our populate and our copies use no more threads than that.
 MOST_THREADS = 4
@@ -139,13 +139,13 @@ def notes(contest: Contest) -> list[str]:
     return said
 
 
-def _create(single: bool, huge: bool = True, **options: str) -> Measure:
+def _create(single: bool, **options: str) -> Measure:
     def measure(bench: Bench) -> Contest:
         size = bench.scale.size_bytes
         threads = 1 if single else bench.threads
 
         def make(way: str, engine_id: str) -> Job:
-            return jobs.create(way, engine_id, size, single=single, huge=huge, **(options if way == OURS else {}))
+            return jobs.create(way, engine_id, size, single=single, **(options if way == OURS else {}))
 
         return bench.alone(make, lambda: Sample(bench.limits.zero(size, threads)))
 
@@ -219,7 +219,7 @@ def _start_together(bench: Bench) -> Contest:
 
 def _warmed(size_bytes: int, way: str) -> Sample:
     with Stopwatch() as watch:
-        warm(size_bytes, huge=way != STOCK)
+        jobs.warm_for(way, size_bytes)
     return watch.sample()
 
 
@@ -307,7 +307,7 @@ PLANS = (
     Plan("P3", "all cores", f"create + populate {{size}}, {HUGE_MOUNT}", 5, "8.4x", _create(False), _size, ZEROING,
          mount=HUGE_MOUNT, least_cores=2),
     Plan("P4", "", "create + populate {size}, no huge pages", 1.3, "1.7-1.9x",
-         _create(False, huge=False, huge_pages="off"), _size, ZEROING),
+         _create(False, huge_pages="off"), _size, ZEROING),
     Plan("P5", "4 KiB pages", "joiner ready to write {size}, base pages", 3, "5x", _join(huge=False), _size),
     Plan("P5", "2 MiB pages", "joiner ready to write {size}, huge pages", 20, "330x", _join(huge=True), _size),
     Plan("P6", "1 MiB", "joiner's wait, p99, 8 race a creator, 1 MiB", 5, "17-26x", _race(MIB)),
