@@ -112,6 +112,20 @@ def test_the_text_says_everything() -> None:
     assert "iceoryx2: `iceoryx2` is missing" in shown and "0.25x" in shown
 
 
+def test_a_document_takes_the_tables_between_its_marks(tmp_path: Path) -> None:
+    begin, end = text.MARKS
+    page = f"above\n{begin}\nold\n{end}\nbelow\n"
+    once = text.into(page, "new\n")
+    assert once == f"above\n{begin}\n\nnew\n\n{end}\nbelow\n" and text.into(once, "new\n") == once
+    with pytest.raises(ValueError, match="it has no"):
+        text.into("no marks", "new")
+    document = tmp_path / "page.md"
+    document.write_text(page)
+    source = written(tmp_path, run(row([1.0, 4.0, 2.0])))
+    assert table("--from", str(source), f"--png={tmp_path / 't.png'}", f"--readme={document}").returncode == 0
+    assert "50% of zeroing" in document.read_text() and "old" not in document.read_text()
+
+
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(3.2, "3.20 s"), (0.0456, "45.6 ms"), (789e-6, "789 us"), (math.nan, "-"), (1e-7, "0.10 us")]
 )
