@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::fcntl::{AtFlags, OFlag, openat};
+use nix::libc;
 use nix::sys::stat::{Mode as Permissions, fstat, fstatat};
 use nix::sys::statfs::{FsType, TMPFS_MAGIC};
 use nix::unistd::{UnlinkatFlags, unlinkat};
@@ -36,6 +37,9 @@ const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
 
 /// The living hold the directory's lock for microseconds: even a wait that is over waits this long for it.
 const LOCK_GRACE: Duration = Duration::from_millis(100);
+
+/// So long a wait for the lock only gives the core away.
+const SPIN: Duration = Duration::from_micros(500);
 
 /// The directory that holds the regions: `/dev/shm`, or a stand-in for tests.
 #[derive(Debug)]
@@ -84,10 +88,18 @@ impl Directory {
     pub fn lock(&self, waiter: &mut Waiter<'_, '_>) -> Result<Locked<'_>> {
         let since = Instant::now();
         reached(Step::Lock);
+        let os = |source| Error::os("flock", &self.path, source);
+        let mut own = Unshared::from(self.reopen().map_err(os)?);
         loop {
-            if let Some(locked) = self.try_lock()? {
-                return Ok(locked);
-            }
+            own = match Exclusive::try_hold(own).map_err(os)? {
+                Ok(held) => {
+                    return Ok(Locked {
+                        directory: self,
+                        _held: held,
+                    });
+                }
+                Err(own) => own,
+            };
             if waiter.is_over() && since.elapsed() >= LOCK_GRACE {
                 return Err(Error::Timeout {
                     path: self.path.clone(),
@@ -96,25 +108,26 @@ impl Directory {
                     similar: Vec::new(),
                 });
             }
-            waiter.pause(since)?;
+            // Who holds it is mostly done before a sleep would be over.
+            if since.elapsed() < SPIN {
+                waiter.checkpoint()?;
+                std::thread::yield_now();
+            } else {
+                waiter.pause(since)?;
+            }
         }
-    }
-
-    fn try_lock(&self) -> Result<Option<Locked<'_>>> {
-        let os = |source| Error::os("flock", &self.path, source);
-        let held = Exclusive::try_hold(Unshared::from(self.reopen().map_err(os)?)).map_err(os)?;
-        Ok(held.map(|held| Locked {
-            directory: self,
-            _held: held,
-        }))
     }
 
     /// Does a holder of ours announce itself on the file at `name`? Without the lock: an answer that may be old.
     #[must_use]
     pub fn is_held_by_ours(&self, name: &CStr) -> bool {
+        // Opening what is no file, a device for example, may do something.
+        let is_file = fstatat(&self.fd, name, AtFlags::AT_SYMLINK_NOFOLLOW)
+            .is_ok_and(|stat| stat.st_mode & libc::S_IFMT == libc::S_IFREG);
         let flags = OFlag::O_RDONLY | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC | OFlag::O_NONBLOCK;
-        openat(&self.fd, name, flags, Permissions::empty())
-            .is_ok_and(|file| lock::announced_block_size(&Unshared::from(file)).is_some())
+        is_file
+            && openat(&self.fd, name, flags, Permissions::empty())
+                .is_ok_and(|file| lock::announced_block_size(&Unshared::from(file)).is_some())
     }
 
     /// Tells constructors that find too little space that some is about to come back.

@@ -185,8 +185,9 @@ impl Locked<'_> {
         if let Some(block_size_bytes) = lock::announced_block_size(&fd) {
             return Ok(Probe::Live(found(fd, Some(block_size_bytes), true)));
         }
-        let exclusive =
-            Exclusive::try_hold(&fd).map_err(|source| Error::os("flock", self.directory.join(name), source))?;
+        let exclusive = Exclusive::try_hold(&fd)
+            .map_err(|source| Error::os("flock", self.directory.join(name), source))?
+            .ok();
         let (is_live, is_proven) = match (&exclusive, lock::has_writer(&fd)) {
             // A lock alone is no life: whoever only reads the file can hold one.
             (None, Some(false)) => return Ok(Probe::Locked),

@@ -67,12 +67,15 @@ pub fn hold_shared(fd: &impl AsFd) -> io::Result<bool> {
 pub struct Exclusive<Fd: AsFd>(Fd);
 
 impl<Fd: AsFd> Exclusive<Fd> {
-    /// `None` where somebody else holds a lock. Takes a descriptor or a reference to one.
-    pub fn try_hold(fd: Fd) -> io::Result<Option<Self>> {
+    /// The descriptor back where somebody else holds a lock. Takes one or a reference to one.
+    ///
+    /// # Errors
+    /// The error of `flock(2)`.
+    pub fn try_hold(fd: Fd) -> io::Result<Result<Self, Fd>> {
         Ok(if flock(&fd, libc::LOCK_EX)? {
-            Some(Self(fd))
+            Ok(Self(fd))
         } else {
-            None
+            Err(fd)
         })
     }
 }
@@ -313,10 +316,10 @@ mod tests {
         let holder = writer(&pair);
         let probe = File::open(&pair.path).unwrap();
         assert!(hold_shared(&holder).unwrap());
-        assert!(Exclusive::try_hold(&probe).unwrap().is_none());
+        assert!(Exclusive::try_hold(&probe).unwrap().is_err());
         drop(holder);
         let exclusive = Exclusive::try_hold(&probe).unwrap();
-        assert!(exclusive.is_some());
+        assert!(exclusive.is_ok());
         let late = writer(&pair);
         assert!(!hold_shared(&late).unwrap());
         drop(exclusive);

@@ -60,6 +60,10 @@ pub fn reclaim_dead(directory: &Directory, except: &CStr, waiter: &mut Waiter<'_
             continue;
         }
         waiter.checkpoint()?;
+        // A look without the lock, of which there may be a thousand.
+        if directory.is_held_by_ours(&name) {
+            continue;
+        }
         // One hold of the lock for each file: a long list must not keep other constructors waiting.
         let locked = directory.lock(waiter)?;
         match locked.probe(&name) {

@@ -32,6 +32,7 @@ Examples:
   make bench ARGS="--check"                   exit status 1 if a median ratio is under its floor
   make bench ARGS="--json t.json --png t.png" where figures and picture go
   make bench ARGS="--from t.json --check"     judge and draw figures of an earlier run
+  make bench ARGS="--readme README.md --png docs/performance.png"    what this project's own page shows
 
 \b
 How it measures:
@@ -257,6 +258,10 @@ def _keys(_: click.Context, __: click.Parameter, value: str | None) -> set[str] 
     show_default=True, help="Where the picture goes.",
 )  # fmt: skip
 @click.option(
+    "--readme", type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A document that takes the tables, between its marks.",
+)  # fmt: skip
+@click.option(
     "--from", "earlier", type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Show the figures of an earlier run, and measure nothing.",
 )  # fmt: skip
@@ -269,6 +274,7 @@ def main(
     check: bool,
     json_path: Path,
     png_path: Path,
+    readme: Path | None,
     earlier: Path | None,
 ) -> None:
     """How long each step of a region takes, beside the stock way (the pure-Python class), beside other packages, and
@@ -297,6 +303,11 @@ def main(
         except ImportError as error:
             print(f"no picture: {error}", file=sys.stderr)
     print(text.of_run(run), end="")
+    if is_whole and readme is not None:
+        try:
+            readme.write_text(text.into(readme.read_text(), text.of_run(run)))
+        except ValueError as error:
+            raise click.ClickException(f"`{readme}` takes no tables: {error}") from None
     if not is_whole:
         print("interrupted: these are the rows that were measured until then", file=sys.stderr)
         sys.exit(130)

@@ -33,20 +33,17 @@ def draw(run: Run, path: Path) -> None:
     )
     measured = [row for row in run.rows if row.not_measured is None]
     grown = [growth for growth in run.growth if len(growth.points) > 1]
-    panels = [["ratio"] * max(1, len(grown))] if measured else []
-    if grown:
-        panels.append([growth.key for growth in grown])
-    if not panels:
+    if not measured and not grown:
         return
-    tall = 0.9 + 0.27 * len(measured)
-    heights = [tall] * bool(measured) + [2.6] * bool(grown)
-    figure, axes = pyplot.subplot_mosaic(
-        panels, figsize=(10, sum(heights)), height_ratios=heights, layout="constrained"
-    )
+    heights = [0.9 + 0.27 * len(measured)] * bool(measured) + [2.6] * bool(grown)
+    figure = pyplot.figure(figsize=(10, sum(heights)), layout="constrained")
+    # Parts of their own: the long names of the rows must not push the plots below them aside.
+    parts = list(figure.subfigures(len(heights), 1, height_ratios=heights, squeeze=False).flat)
     if measured:
-        _ratios(axes["ratio"], measured)
-    for growth in grown:
-        _growth(axes[growth.key], growth)
+        _ratios(parts[0].subplots(), measured)
+    if grown:
+        for axes, growth in zip(parts[-1].subplots(1, len(grown), squeeze=False).flat, grown, strict=True):
+            _growth(axes, growth)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
@@ -90,8 +87,9 @@ def _growth(axes: Any, growth: Growth) -> None:
     axes.set_xscale("log")
     axes.set_xticks([point.at for point in growth.points], [f"{point.at:,}" for point in growth.points])
     axes.set_xticks([], minor=True)
+    axes.tick_params(axis="x", labelsize=7)
     axes.set_ylim(bottom=0)
     axes.set_xlabel(growth.axis)
     axes.set_ylabel("ms per GiB" if growth.unit == "s/GiB" else "ms")
-    axes.set_title(growth.what, loc="left")
+    axes.set_title(growth.what, loc="left", fontsize=9)
     axes.legend(frameon=False)

@@ -140,6 +140,18 @@ def disturbance(contests: Sequence[Contest]) -> str:
     )
 
 
+MARKS = ("<!-- from here: make bench -->", "<!-- to here -->")
+
+
+def into(document: str, tables: str) -> str:
+    """The document with the tables between its two marks."""
+    before, begin, rest = document.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not begin or not end:
+        raise ValueError(f"it has no `{MARKS[0]}` and `{MARKS[1]}`")
+    return f"{before}{begin}\n\n{tables.strip()}\n\n{end}{after}"
+
+
 def of_run(run: Run) -> str:
     machine, settings = run.machine, run.settings
     parts = []

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import procs
 from table import family, measure, rows, text
 from table.figures import LIMIT, OURS, SCHEMA, STOCK, Contest, Growth, Peers, Point, Row, Run, Spread, quantile
 
@@ -110,6 +111,20 @@ def test_the_text_says_everything() -> None:
     assert "missed" in lines[1] and "missed" not in lines[0]
     assert "not measured" in lines[2] and "not measured: no such mount" in shown
     assert "iceoryx2: `iceoryx2` is missing" in shown and "0.25x" in shown
+
+
+def test_a_document_takes_the_tables_between_its_marks(tmp_path: Path) -> None:
+    begin, end = text.MARKS
+    page = f"above\n{begin}\nold\n{end}\nbelow\n"
+    once = text.into(page, "new\n")
+    assert once == f"above\n{begin}\n\nnew\n\n{end}\nbelow\n" and text.into(once, "new\n") == once
+    with pytest.raises(ValueError, match="it has no"):
+        text.into("no marks", "new")
+    document = tmp_path / "page.md"
+    document.write_text(page)
+    source = written(tmp_path, run(row([1.0, 4.0, 2.0])))
+    assert table("--from", str(source), f"--png={tmp_path / 't.png'}", f"--readme={document}").returncode == 0
+    assert "50% of zeroing" in document.read_text() and "old" not in document.read_text()
 
 
 @pytest.mark.parametrize(
@@ -262,5 +277,13 @@ def test_ctrl_c_shows_what_there_is_and_leaves_nothing() -> None:
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted" in stderr
     assert set(os.listdir("/dev/shm")) == before
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    # The kernel ends those of the samples when their parent is gone.
+    procs.wait_until(lambda: not _has_members(process.pid), "every process of the bench has ended")
+
+
+def _has_members(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
