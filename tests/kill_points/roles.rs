@@ -101,14 +101,13 @@ const HUGE: Role = Role {
     ..USUAL
 };
 
-// `lock` and `probe` count the neighbour too, whom whoever sweeps looks at. Who goes looks without the lock first: where
-// somebody of ours is left it takes none.
+// Who sweeps passes over the neighbour, who lives, and who goes over those that are left, by a look without the lock.
 pub const ROLES: &[Role] = &[
     Role {
         name: "creator",
         steps: &[
-            (Lock, 4),
-            (Probe, 3),
+            (Lock, 3),
+            (Probe, 2),
             (CheckRoom, 1),
             (Publish, 1),
             (Link, 1),
@@ -137,8 +136,8 @@ pub const ROLES: &[Role] = &[
     Role {
         name: "creator_with_huge_pages",
         steps: &[
-            (Lock, 4),
-            (Probe, 3),
+            (Lock, 3),
+            (Probe, 2),
             (CheckRoom, 1),
             (Publish, 1),
             (Link, 1),
@@ -334,8 +333,8 @@ pub const ROLES: &[Role] = &[
         name: "sweeper",
         before: Before::DeadOthers,
         steps: &[
-            (Lock, 6),
-            (Probe, 5),
+            (Lock, 5),
+            (Probe, 4),
             (Reclaim, 2),
             (Reclaimed, 2),
             (CheckRoom, 1),
@@ -361,7 +360,7 @@ pub const ROLES: &[Role] = &[
         between: Between::AnotherJoins,
         complete: Complete::LastOfTheTable,
         steps: &[
-            (Lock, 4),
+            (Lock, 3),
             (Close, 1),
             (DropName, 1),
             (Unregister, 1),
@@ -402,8 +401,8 @@ pub const ROLES: &[Role] = &[
         name: "abandoner_before_a_byte_is_reserved",
         interrupted_at: 4,
         steps: &[
-            (Lock, 4),
-            (Probe, 4),
+            (Lock, 3),
+            (Probe, 3),
             (CheckRoom, 1),
             (Publish, 1),
             (Link, 1),
@@ -420,8 +419,8 @@ pub const ROLES: &[Role] = &[
         name: "abandoner_with_everything_mapped",
         interrupted_at: 5,
         steps: &[
-            (Lock, 4),
-            (Probe, 4),
+            (Lock, 3),
+            (Probe, 3),
             (CheckRoom, 1),
             (Publish, 1),
             (Link, 1),
@@ -462,8 +461,8 @@ pub const ROLES: &[Role] = &[
 ];
 
 const RECLAIMER: &[(Step, usize)] = &[
-    (Lock, 5),
-    (Probe, 4),
+    (Lock, 4),
+    (Probe, 3),
     (Reclaim, 1),
     (Reclaimed, 1),
     (CheckRoom, 1),
