@@ -38,9 +38,6 @@ const RAMFS_MAGIC: FsType = FsType(0x8584_58f6);
 /// The living hold the directory's lock for microseconds: even a wait that is over waits this long for it.
 const LOCK_GRACE: Duration = Duration::from_millis(100);
 
-/// So long a wait for the lock only gives the core away.
-const SPIN: Duration = Duration::from_micros(500);
-
 /// The directory that holds the regions: `/dev/shm`, or a stand-in for tests.
 #[derive(Debug)]
 pub struct Directory {
@@ -108,13 +105,7 @@ impl Directory {
                     similar: Vec::new(),
                 });
             }
-            // Who holds it is mostly done before a sleep would be over.
-            if since.elapsed() < SPIN {
-                waiter.checkpoint()?;
-                std::thread::yield_now();
-            } else {
-                waiter.pause(since)?;
-            }
+            waiter.pause(since)?;
         }
     }
 
