@@ -796,6 +796,14 @@ mod tests {
     use std::os::fd::OwnedFd;
     use std::os::unix::fs::MetadataExt;
 
+    const COLLAPSING: Ladder = Ladder {
+        tier: Tier::Collapse,
+        huge_page_bytes: Some(2 << 20),
+        fallback: None,
+        reserves: true,
+        may_fall: true,
+    };
+
     struct Place {
         directory: Directory,
         file: Unshared,
@@ -892,14 +900,7 @@ mod tests {
     #[test]
     fn slow_huge_pages_are_left_where_base_pages_are_faster() {
         let place = Place::new(64 << 20);
-        let ladder = Ladder {
-            tier: Tier::Collapse,
-            huge_page_bytes: Some(2 << 20),
-            fallback: None,
-            reserves: true,
-            may_fall: true,
-        };
-        let crew = Crew::new(place.site(), Access::Write, ladder);
+        let crew = Crew::new(place.site(), Access::Write, COLLAPSING);
         let mut hand = Hand {
             stride: 4,
             compares: None,
@@ -917,20 +918,13 @@ mod tests {
     #[test]
     fn refusals_end_the_rung() {
         let place = Place::new(64 << 20);
-        let ladder = Ladder {
-            tier: Tier::Collapse,
-            huge_page_bytes: Some(2 << 20),
-            fallback: None,
-            reserves: true,
-            may_fall: true,
-        };
-        let crew = Crew::new(place.site(), Access::Write, ladder);
+        let crew = Crew::new(place.site(), Access::Write, COLLAPSING);
         let refusal = |errno: Errno| io::Error::from_raw_os_error(errno as i32);
         crew.refused(&refusal(Errno::ENOMEM));
         assert_eq!(crew.tier(), Tier::Collapse);
         crew.refused(&refusal(Errno::ENOMEM));
         assert_eq!(crew.tier(), Tier::Base);
-        let crew = Crew::new(place.site(), Access::Write, ladder);
+        let crew = Crew::new(place.site(), Access::Write, COLLAPSING);
         crew.refused(&refusal(Errno::EINVAL));
         assert_eq!(crew.tier(), Tier::Base);
     }
@@ -939,8 +933,7 @@ mod tests {
         #[test]
         fn pieces_tile_the_whole(total in 1usize..(200 << 20), threads in 1usize..6) {
             let place = Place::new(total);
-            let ladder = Ladder { tier: Tier::Collapse, huge_page_bytes: Some(2 << 20), fallback: None, reserves: true, may_fall: true };
-            let crew = Crew::new(place.site(), Access::Write, ladder);
+            let crew = Crew::new(place.site(), Access::Write, COLLAPSING);
             crew.threads.store(threads, Relaxed);
             let mut end = 0;
             while let Some(piece) = crew.take() {

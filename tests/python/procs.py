@@ -27,6 +27,18 @@ def path_of(engine_id: str) -> Path:
     return SHM / f"vllm_ec_{engine_id}.mmap"
 
 
+# For a child: what the package logs is kept in `records`, as (level, text).
+LOGGED = """
+import logging
+records = []
+class Keep(logging.Handler):
+    def emit(self, record):
+        records.append((record.levelname, record.getMessage()))
+logging.getLogger("ec_shared_region").addHandler(Keep())
+logging.getLogger("ec_shared_region").setLevel(logging.DEBUG)
+"""
+
+
 class ChildError(Exception):
     """A snippet raised in the child: the classes by name, the text, and what an OSError carries."""
 

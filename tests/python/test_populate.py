@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from procs import error_of, path_of
+from procs import LOGGED, error_of, path_of
 
 MIB = 1 << 20
 
@@ -21,15 +21,6 @@ def refuse_populate(error: int) -> list[dict[str, Any]]:
 
 OLD_KERNEL = refuse_populate(errno.EINVAL)
 CONSTRUCT = "r = Region(id, 512, 7168, populate=populate); r.is_creator"
-LOGGED = """
-import logging
-records = []
-class Keep(logging.Handler):
-    def emit(self, record):
-        records.append((record.levelname, record.getMessage()))
-logging.getLogger("ec_shared_region").addHandler(Keep())
-logging.getLogger("ec_shared_region").setLevel(logging.DEBUG)
-"""
 
 
 def mapped_in(pid: int, address: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from procs import ChildDied, error_of, path_of, wait_until
+from procs import LOGGED, ChildDied, error_of, path_of, wait_until
 
 MIB = 1 << 20
 PAGE = os.sysconf("SC_PAGESIZE")
@@ -33,15 +33,6 @@ needs_huge_pages = pytest.mark.skipif(
 REPORT = "(p := r.prefault_report, (p.tier, p.method, p.huge_bytes, p.base_bytes, p.threads, p.fallback))[1]"
 MAKE = f"r = Region(id, {BLOCKS}, {BLOCK_SIZE}, **options); {REPORT}"
 ALLOCATED = "os.stat(r._mmap_path).st_blocks * 512"
-LOGGED = """
-import logging
-records = []
-class Keep(logging.Handler):
-    def emit(self, record):
-        records.append((record.levelname, record.getMessage()))
-logging.getLogger("ec_shared_region").addHandler(Keep())
-logging.getLogger("ec_shared_region").setLevel(logging.DEBUG)
-"""
 
 
 def rounded(size: int) -> int:
