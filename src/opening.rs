@@ -233,7 +233,7 @@ impl<'s> Opening<'s> {
                     .extend(reap::reclaim(&self.directory, locked, &self.name, found)?);
                 Ok(Look::Again)
             }
-            Probe::Absent if !self.has_swept => {
+            Probe::Absent if !self.has_swept && self.is_beside_others() => {
                 // The dead of other ids may hold the space that this region needs.
                 drop(locked);
                 let swept = reap::reclaim_dead(&self.directory, &self.name, waiter)?;
@@ -285,6 +285,11 @@ impl<'s> Opening<'s> {
                 }),
             },
         }
+    }
+
+    /// Is there anything to sweep? Mostly not: then those who race for one id take the lock once each.
+    fn is_beside_others(&self) -> bool {
+        self.directory.names().iter().any(|name| *name != self.name)
     }
 
     /// Can a live file be joined now (`None`), later, or never (an error)?
