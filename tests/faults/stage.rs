@@ -515,6 +515,12 @@ impl<'r> Stage<'r> {
         let case = format!("{} killed before {call} ({nth})", self.role.name);
         self.prepare().unwrap();
         let event = self.operate(&format!("{call}/{nth}/once/0"), DEADLINE);
+        // A mapping that happens to be aligned at once takes fewer calls.
+        let is_done_without = matches!(call, "mmap" | "mremap") && matches!(event, Ok(Event::Answer(_)));
+        if is_done_without {
+            self.start_anew();
+            return;
+        }
         assert_eq!(event, Ok(Event::Killed(9)), "{case}");
         self.restart_victim();
         let byte = self.inherited();

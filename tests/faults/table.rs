@@ -309,7 +309,7 @@ pub const ROWS: &[Row] = &[
     row("open(pagemap)", LOOKED_UP, &[Works], &[Works]),
     row("open(smaps)", LOOKED_UP, &[Works], &[Works]),
     row("open(cgroup)", LOOKED_UP, &[Works], &[Works]),
-    row("mremap", &[EAGAIN, EFAULT, EINVAL, ENOMEM], &[Os], &[Os]),
+    row("mremap", &[EAGAIN, EFAULT, EINVAL, ENOMEM], &[Works], &[Works]),
     // So is the node, and a warning says that it was not granted; so are threads.
     row("mbind", &[EFAULT, EINVAL, EIO, ENOMEM, ENOSYS, EPERM], &[Works], &[Works]),
     row("get_mempolicy", &[EFAULT, EINVAL, ENOSYS, EPERM], &[Works], &[Works]),
