@@ -189,17 +189,30 @@ impl Directory {
 
     /// Takes the name away if it still stands for this very file (G7), and says whether it did.
     pub(crate) fn drop_name(&self, name: &CStr, file: &impl AsFd) -> Result<bool> {
+        self.drop_name_unless(name, file, || false)
+    }
+
+    /// [`Directory::drop_name`], but for a last look right before the name goes.
+    pub(crate) fn drop_name_unless(
+        &self,
+        name: &CStr,
+        file: &impl AsFd,
+        must_stay: impl FnOnce() -> bool,
+    ) -> Result<bool> {
         let ours = fstat(file).map_err(|errno| Error::os("fstat", self.join(name), errno))?;
-        self.drop_name_of(name, identity(&ours))
+        self.drop_name_of(name, identity(&ours), must_stay)
     }
 
     /// The caller keeps the file open or mapped: else its identity is no proof.
-    fn drop_name_of(&self, name: &CStr, ours: FileIdentity) -> Result<bool> {
+    fn drop_name_of(&self, name: &CStr, ours: FileIdentity, must_stay: impl FnOnce() -> bool) -> Result<bool> {
         let os = |call| move |errno: Errno| Error::os(call, self.join(name), errno);
         match fstatat(&self.fd, name, AtFlags::AT_SYMLINK_NOFOLLOW) {
             Ok(stat) if identity(&stat) == ours => {}
             Ok(_) | Err(Errno::ENOENT) => return Ok(false),
             Err(errno) => return Err(os("fstatat")(errno)),
+        }
+        if must_stay() {
+            return Ok(false);
         }
         match unlinkat(&self.fd, name, UnlinkatFlags::NoRemoveDir) {
             Ok(()) => Ok(true),
@@ -217,7 +230,7 @@ impl Directory {
         let mut go_on = crate::wait::never_stop();
         let _locked = self.lock(&mut Waiter::new(Duration::from_secs(1), &mut go_on)).ok();
         match file.identity() {
-            Some(ours) => self.drop_name_of(name, ours),
+            Some(ours) => self.drop_name_of(name, ours, || false),
             None => self.drop_name(name, file),
         }
     }

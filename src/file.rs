@@ -18,7 +18,7 @@ use crate::directory::Locked;
 use crate::error::{Error, Result, WaitState};
 use crate::fork::Unshared;
 use crate::holders::{self, FileIdentity};
-use crate::lock::{self, Exclusive};
+use crate::lock::{self, Exclusive, HasWriter, Lease};
 use crate::retry::uninterrupted;
 use crate::spec::Geometry;
 use crate::step::{Step, reached};
@@ -253,7 +253,15 @@ impl Locked<'_> {
     /// # Errors
     /// [`Error::Os`].
     pub fn drop_dead_name(&self, name: &CStr, found: &Found) -> Result<bool> {
-        self.drop_name(name, &found.fd)
+        // The original class takes no lock: it may have opened the file since it was judged, and then it lives. While
+        // the lease stands it waits, and who waits right before the name goes is let in.
+        let lease = match Lease::take(&found.fd) {
+            Some(Err(HasWriter)) => return Ok(false),
+            Some(Ok(lease)) => Some(lease),
+            None => None,
+        };
+        let is_wanted = || lease.as_ref().is_some_and(Lease::is_in_the_way);
+        self.directory.drop_name_unless(name, &found.fd, is_wanted)
     }
 }
 

@@ -199,27 +199,54 @@ pub fn is_freeing(directory: &impl AsFd) -> bool {
     conflict(directory, 0, 1).is_some()
 }
 
-/// Does any open file, here or in another process, container or namespace, have write access?
-///
-/// `read_only` must be opened `O_RDONLY`. `None` where the kernel or the sandbox has no leases
-/// (`fs.leases-enable=0`, gVisor, another owner without `CAP_LEASE`).
-pub fn has_writer(read_only: &impl AsFd) -> Option<bool> {
-    let fd = read_only.as_fd().as_raw_fd();
-    // Whoever opens the file for writing while the lease stands makes the kernel send a signal,
-    // by default SIGIO, which kills. SIGURG is ignored by default.
-    // SAFETY: `fd` is borrowed, so it is open; these commands take integers.
-    let lease = unsafe {
-        if libc::fcntl(fd, F_SETSIG, libc::SIGURG) == -1 {
-            return None;
+/// A read lease: while it stands, whoever opens the file for writing waits. Given back on drop.
+#[derive(Debug)]
+pub struct Lease<'f, Fd: AsFd>(&'f Fd);
+
+/// Somebody has the file open for writing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct HasWriter;
+
+impl<'f, Fd: AsFd> Lease<'f, Fd> {
+    /// `read_only` must be opened `O_RDONLY`. `None` where the kernel or the sandbox has no leases
+    /// (`fs.leases-enable=0`, gVisor, another owner without `CAP_LEASE`).
+    pub fn take(read_only: &'f Fd) -> Option<Result<Self, HasWriter>> {
+        let fd = read_only.as_fd().as_raw_fd();
+        // Whoever opens the file for writing while the lease stands makes the kernel send a signal,
+        // by default SIGIO, which kills. SIGURG is ignored by default.
+        // SAFETY: `fd` is borrowed, so it is open; these commands take integers.
+        let lease = unsafe {
+            if libc::fcntl(fd, F_SETSIG, libc::SIGURG) == -1 {
+                return None;
+            }
+            libc::fcntl(fd, libc::F_SETLEASE, libc::F_RDLCK)
+        };
+        if lease == -1 {
+            return (Errno::last() == Errno::EAGAIN).then_some(Err(HasWriter));
         }
-        libc::fcntl(fd, libc::F_SETLEASE, libc::F_RDLCK)
-    };
-    if lease == -1 {
-        return (Errno::last() == Errno::EAGAIN).then_some(true);
+        Some(Ok(Self(read_only)))
     }
-    // SAFETY: as above.
-    unsafe { libc::fcntl(fd, libc::F_SETLEASE, libc::F_UNLCK) };
-    Some(false)
+
+    /// Does somebody wait to open the file for writing?
+    #[must_use]
+    pub fn is_in_the_way(&self) -> bool {
+        // SAFETY: as above.
+        let kind = unsafe { libc::fcntl(self.0.as_fd().as_raw_fd(), libc::F_GETLEASE) };
+        kind == libc::F_UNLCK // what a lease that is being broken is to become, fcntl(2)
+    }
+}
+
+impl<Fd: AsFd> Drop for Lease<'_, Fd> {
+    fn drop(&mut self) {
+        // SAFETY: as above.
+        unsafe { libc::fcntl(self.0.as_fd().as_raw_fd(), libc::F_SETLEASE, libc::F_UNLCK) };
+    }
+}
+
+/// Does any open file, here or in another process, container or namespace, have write access? `None` as for
+/// [`Lease::take`].
+pub fn has_writer(read_only: &impl AsFd) -> Option<bool> {
+    Some(Lease::take(read_only)?.is_err())
 }
 
 #[cfg(test)]
@@ -308,6 +335,27 @@ mod tests {
         assert_eq!(has_writer(&probe), Some(true));
         drop((holder, onlooker));
         assert_eq!(has_writer(&probe), Some(false));
+    }
+
+    #[test]
+    fn a_lease_tells_of_who_waits_to_write() {
+        let pair = file();
+        let probe = File::open(&pair.path).unwrap();
+        let Some(Ok(lease)) = Lease::take(&probe) else {
+            eprintln!("skipped: this kernel or sandbox has no leases");
+            return;
+        };
+        assert!(!lease.is_in_the_way());
+        let path = pair.path.clone();
+        let opener = std::thread::spawn(move || File::options().read(true).write(true).open(path).unwrap());
+        while !lease.is_in_the_way() {
+            std::thread::yield_now();
+        }
+        assert!(!opener.is_finished());
+        drop(lease);
+        let writer = opener.join().unwrap();
+        assert!(matches!(Lease::take(&probe), Some(Err(HasWriter))));
+        drop(writer);
     }
 
     #[test]

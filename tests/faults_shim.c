@@ -230,6 +230,9 @@ int fcntl(int fd, int command, ...) {
     case F_SETSIG:
         FAIL_AS("fcntl(F_SETSIG)", -1);
         break;
+    case F_GETLEASE:
+        FAIL_AS("fcntl(F_GETLEASE)", -1);
+        break;
     case F_SETLEASE:
         FAIL_AS("fcntl(F_SETLEASE)", -1);
         break;

@@ -222,6 +222,7 @@ pub const ROWS: &[Row] = &[
     interrupted("fcntl(F_OFD_SETLK)"),
     row("fcntl(F_OFD_GETLK)", &[EACCES, EBADF, EFAULT, EINTR, EINVAL, ENOLCK], &[Works], &[Works]),
     row("fcntl(F_SETSIG)", &[EBADF, EINVAL, EPERM], &[Works], &[Works]),
+    row("fcntl(F_GETLEASE)", &[EACCES, EBADF, EINTR, EINVAL, ENOLCK], &[Works], &[Works]),
     // EAGAIN says that somebody has the file open for writing.
     row("fcntl(F_SETLEASE)", &[EAGAIN], &[Works], &[Works, TimesOut]),
     row("fcntl(F_SETLEASE)", &[EACCES, EBADF, EINTR, EINVAL, ENOLCK, ENOMEM, EPERM], &[Works], &[Works]),
