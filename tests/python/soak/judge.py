@@ -21,6 +21,7 @@ from . import plan, waits
 from .record import Event, Record, Stay
 
 DIRECTORY_LOCKED = "another process holds the lock of the directory"
+BEING_PREPARED = "being prepared"
 EXIT_STATUSES = (0, 7)  # 7: `os._exit` with regions open
 
 
@@ -202,10 +203,20 @@ class _Judge:
             else:
                 # Whoever holds the directory's lock may lose the processor in that moment, or die and be slow about it:
                 # on a machine with far more to do than processors a timeout of milliseconds can end on it.
-                has_reason = DIRECTORY_LOCKED in event["text"] and stay.timeout < waits.LONGEST_SECONDS
+                is_locked_out = DIRECTORY_LOCKED in event["text"] and stay.timeout < waits.LONGEST_SECONDS
+                # An original joins a region that its creator still prepares; one of ours waits for the pages.
+                has_reason = is_locked_out or (BEING_PREPARED in event["text"] and self._was_prepared(stay, at))
                 doubt = stay.mode != "join" or (self._was_joinable(stay, at) and not has_reason)
             if doubt:
                 yield Finding("refused", f"`{stay.id}`, {stay.mode}, pid {stay.pid}: {error}: {event['text']}", at)
+
+    def _was_prepared(self, stay: Stay, until: float) -> bool:
+        """Was another one of ours, that was alive, in its constructor meanwhile?"""
+        return any(
+            other.called < until and min(other.opened, other.refused, other.perhaps_until) > stay.called
+            for other in self.record.by_id[stay.id]
+            if other is not stay and not (other.is_original or other.is_inherited)
+        )
 
     def _was_joinable(self, stay: Stay, until: float) -> bool:
         """Was one region surely there, with its name, all the time that a joiner waited in vain?"""
