@@ -6,6 +6,7 @@ import array
 import ctypes
 import gc
 import mmap
+import os
 import subprocess
 import sys
 import threading
@@ -227,7 +228,10 @@ def test_copies_are_what_indexing_does(new_id: Any, data: Any) -> None:
 
 @pytest.mark.parametrize("block_bytes", [7168, 4096, 1000, 65536 + 1])
 def test_large_batches(open_region: Any, engine_id: str, block_bytes: int) -> None:
-    """Above the sizes from which stores go past the cache, and from which two threads work."""
+    """Above the sizes from which stores go past the cache, from which two threads work, and that are copied at once."""
+    room = os.statvfs("/dev/shm")
+    if room.f_bavail * room.f_frsize < 80 << 20:
+        pytest.skip("needs 80 MiB of /dev/shm")
     num_blocks = (80 << 20) // block_bytes
     region = open_region(engine_id, num_blocks, block_bytes)
     ids = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(5))

@@ -123,8 +123,8 @@ def test_required_huge_pages_that_are_not_there_are_an_error_with_numbers(
 
 @pytest.mark.case("PI-40")
 @pytest.mark.parametrize("threads", [1, 3])
-def test_threads_share_the_work_and_end_with_it(spawn: Any, engine_id: str, threads: int) -> None:
-    child = spawn()
+def test_threads_share_the_work_and_end_with_it(large_shm: Any, engine_id: str, threads: int) -> None:
+    child = large_shm.spawn()
     before = child.run("len(os.listdir('/proc/self/task'))")
     report = child.run(
         "r = Region(id, 96, 1 << 20, prefault_threads=threads); " + REPORT, id=engine_id, threads=threads
@@ -136,8 +136,8 @@ def test_threads_share_the_work_and_end_with_it(spawn: Any, engine_id: str, thre
     child.run("r.cleanup()")
 
 
-def test_threads_that_cannot_be_started_are_done_without(spawn: Any, engine_id: str) -> None:
-    child = spawn(uid=61234, imports=("resource",))
+def test_threads_that_cannot_be_started_are_done_without(large_shm: Any, engine_id: str) -> None:
+    child = large_shm.spawn(uid=61234, imports=("resource",))
     code = """
 resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
 r = Region(id, 96, 1 << 20, prefault_threads=4)
@@ -148,8 +148,8 @@ r.prefault_report.threads
 
 
 @pytest.mark.parametrize("size", [1, PAGE, 96 * MIB])
-def test_progress_grows_to_the_whole(spawn: Any, engine_id: str, size: int) -> None:
-    child = spawn()
+def test_progress_grows_to_the_whole(large_shm: Any, engine_id: str, size: int) -> None:
+    child = large_shm.spawn()
     code = "seen = []; r = Region(id, 1, size, progress=lambda done, total: seen.append((done, total))); seen"
     seen = child.run(code, id=engine_id, size=size)
     assert [total for _, total in seen] == [size] * len(seen)
@@ -164,8 +164,8 @@ def test_progress_grows_to_the_whole(spawn: Any, engine_id: str, size: int) -> N
     child.run("r.cleanup()")
 
 
-def test_what_progress_raises_ends_the_constructor_and_leaves_nothing(spawn: Any, engine_id: str) -> None:
-    child = spawn()
+def test_what_progress_raises_ends_the_constructor_and_leaves_nothing(large_shm: Any, engine_id: str) -> None:
+    child = large_shm.spawn()
     code = """
 def progress(done, total):
     if done > 32 << 20:
@@ -174,7 +174,7 @@ Region(id, 256, 1 << 20, progress=progress)
 """
     error = error_of(child, code, id=engine_id)
     assert error.classes[0] == "KeyError" and "enough" in error.text
-    assert not path_of(engine_id).exists()
+    assert large_shm.names() == []
     assert child.run("'/dev/shm/' in open('/proc/self/maps').read()") is False
 
 
@@ -392,9 +392,9 @@ time.sleep(0.1)
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_callback_that_forks_makes_a_child_that_does_not_wait_for_threads_it_lacks(
-    spawn: Any, engine_id: str, threads: int
+    large_shm: Any, engine_id: str, threads: int
 ) -> None:
-    creator = spawn()
+    creator = large_shm.spawn()
     code = """
 import signal
 child = None
@@ -415,5 +415,5 @@ os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 """
     assert creator.run(code, id=engine_id, threads=threads) == 7
     assert creator.run("any(memoryview(r).cast('B'))") is False
-    assert path_of(engine_id).exists()
+    assert len(large_shm.names()) == 1
     creator.run("r.cleanup()")
