@@ -37,6 +37,7 @@ pub mod reap;
 pub mod region;
 pub mod reserve;
 mod retry;
+mod signals;
 mod slots;
 pub mod spec;
 pub mod step;

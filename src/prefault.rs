@@ -15,7 +15,6 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
-use nix::sys::signal::{SigSet, SigmaskHow};
 
 use crate::directory::Directory;
 use crate::error::{Error, Result};
@@ -23,6 +22,7 @@ use crate::fork::{Process, Unshared};
 use crate::huge;
 use crate::mapping::{Mapping, page_bytes};
 use crate::reserve::{Fault, MOST_INTERRUPTIONS, reserve};
+use crate::signals::without_signals;
 use crate::spec::{HugePages, Spec};
 use crate::step::{Step, reached};
 use crate::wait::Waiter;
@@ -736,28 +736,25 @@ impl<'c> Helpers<'c> {
         if count == 0 {
             return;
         }
-        // Signals are the business of the threads that the program knows of.
-        let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK);
-        for _ in 0..count {
-            let shared = Shared(std::ptr::from_ref(self.crew).cast());
-            let work = move || {
-                let shared = shared;
-                // SAFETY: `join`, which runs before the crew goes, also by a panic, waits for this thread.
-                let crew = unsafe { &*shared.0 };
-                let outcome = crew.run(&mut || crew.go_on());
-                if outcome.is_err() {
-                    crew.is_stopped.store(true, Relaxed);
+        without_signals(|| {
+            for _ in 0..count {
+                let shared = Shared(std::ptr::from_ref(self.crew).cast());
+                let work = move || {
+                    let shared = shared;
+                    // SAFETY: `join`, which runs before the crew goes, also by a panic, waits for this thread.
+                    let crew = unsafe { &*shared.0 };
+                    let outcome = crew.run(&mut || crew.go_on());
+                    if outcome.is_err() {
+                        crew.is_stopped.store(true, Relaxed);
+                    }
+                    outcome
+                };
+                match std::thread::Builder::new().name("ec-prefault".into()).spawn(work) {
+                    Ok(handle) => self.handles.push(handle),
+                    Err(_) => break, // no more threads to be had: fewer do the work
                 }
-                outcome
-            };
-            match std::thread::Builder::new().name("ec-prefault".into()).spawn(work) {
-                Ok(handle) => self.handles.push(handle),
-                Err(_) => break, // no more threads to be had: fewer do the work
             }
-        }
-        if let Ok(before) = before {
-            let _ = before.thread_set_mask();
-        }
+        });
         self.crew.threads.store(1 + self.handles.len(), Relaxed);
     }
 
@@ -769,10 +766,16 @@ impl<'c> Helpers<'c> {
                 std::mem::forget(handle); // in the child of a fork there is no such thread
                 continue;
             }
-            match handle.join() {
-                Ok(Err(fault)) if outcome.is_ok() && !matches!(fault, Fault::Stop(_)) => outcome = Err(fault),
-                Ok(_) => {}
-                Err(panic) => std::panic::resume_unwind(panic),
+            // A panic is a fault like others here: to unwind would leave those that are not waited for yet with a
+            // crew that is gone, and cross into the caller's language.
+            let ended = handle.join().unwrap_or_else(|_| {
+                self.crew.is_stopped.store(true, Relaxed);
+                let panicked = io::Error::other("a thread that prepares the region panicked");
+                Err(Fault::Call("prefault", panicked))
+            });
+            match ended {
+                Err(fault) if outcome.is_ok() && !matches!(fault, Fault::Stop(_)) => outcome = Err(fault),
+                Ok(()) | Err(_) => {}
             }
         }
         outcome

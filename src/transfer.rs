@@ -13,7 +13,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
 use nix::sched::{CpuSet, sched_getaffinity};
-use nix::sys::signal::{SigSet, SigmaskHow};
 use nix::unistd::Pid;
 
 use crate::copy::{Direction, Ids, Plan};
@@ -21,6 +20,7 @@ use crate::error::{Error, Result};
 use crate::kernel::{self, Span, Stores};
 use crate::mapping::Mapping;
 use crate::region::Region;
+use crate::signals::without_signals;
 use crate::wait::Checkpoint;
 
 /// Some 5 to 10 ms of work: Ctrl-C is noticed between pieces.
@@ -272,16 +272,6 @@ fn has_second_core() -> bool {
     })
 }
 
-/// A thread that is started in here gets no signal: the program's own threads expect them.
-fn without_signals<T>(start: impl FnOnce() -> T) -> T {
-    let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_SETMASK);
-    let started = start();
-    if let Ok(before) = before {
-        let _ = before.thread_set_mask();
-    }
-    started
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -435,13 +425,5 @@ mod tests {
             prop_assert_eq!(end, start + len);
             prop_assert!(chunks.take().is_none());
         }
-    }
-
-    #[test]
-    fn signals_are_taken_back_where_they_were() {
-        let before = SigSet::thread_get_mask().unwrap();
-        let inside = without_signals(|| SigSet::thread_get_mask().unwrap());
-        assert!(inside.contains(nix::sys::signal::Signal::SIGINT));
-        assert_eq!(SigSet::thread_get_mask().unwrap(), before);
     }
 }
